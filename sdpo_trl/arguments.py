@@ -1,0 +1,43 @@
+"""What can be known to be wrong before anything is built."""
+
+from typing import Any
+
+from .config import SDPOConfig
+
+
+def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any, teacher_model: Any) -> None:
+    """
+    Refuse arguments of [`SDPOTrainer`] that contradict each other, with a `TypeError` or `ValueError` that says why.
+
+    Args: see [`SDPOTrainer`].
+    """
+    if not isinstance(args, SDPOConfig):
+        raise TypeError(
+            f"`args` must be an `SDPOConfig`, got {type(args).__name__}. It takes all fields of GRPOConfig."
+        )
+    if not isinstance(model, str) and peft_config is None and not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            "Nothing in the model trains. A `PeftModel` must be loaded with `is_trainable=True`; otherwise pass a "
+            "`peft_config`, or unfreeze the parameters."
+        )
+    if feedback_func is not None and not callable(feedback_func):
+        raise TypeError(f"`feedback_func` must be callable, got {type(feedback_func).__name__}.")
+    if feedback_func is not None and not args.include_environment_feedback:
+        raise ValueError("`feedback_func` would never be read: set `include_environment_feedback=True`, or drop it.")
+    if args.distillation_weight == 0.0 and (feedback_func is not None or teacher_model is not None):
+        raise ValueError(
+            "`distillation_weight=0` is GRPO: drop `feedback_func` and `teacher_model`, or raise the weight."
+        )
+    if teacher_model is None and args.teacher_model_init_kwargs:
+        raise ValueError("`teacher_model_init_kwargs` has no effect without `teacher_model`.")
+    if teacher_model is not None:
+        if teacher_model is model and not isinstance(model, str):
+            raise ValueError(
+                "`teacher_model` is the student itself: use `teacher_model_kind='live'` or 'base' instead."
+            )
+        changed = [name for name in ("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix")
+                   if getattr(args, name) != SDPOConfig._default(name)]  # fmt: skip
+        if changed:
+            raise ValueError(
+                f"An external `teacher_model` never moves, so `{changed[0]}` has no effect. Drop one of them."
+            )

@@ -1,0 +1,289 @@
+"""The options that SDPO adds to TRL's GRPO, each checked; everything else is `trl.GRPOConfig`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from trl import GRPOConfig
+
+from .divergence import DivergenceSpec
+from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
+from .rollouts import RoutingRule
+
+TeacherKind = Literal["live", "base", "ema", "snapshot", "trust_region"]
+
+
+class _SingleGeneration(int):
+    """
+    The number 1 that passes `GRPOConfig`'s demand for at least two generations.
+
+    GRPO needs a group to centre its rewards; without a policy term nothing is centred, and feedback alone teaches.
+    """
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+
+@dataclass
+class SDPOConfig(GRPOConfig):
+    r"""
+    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], and the options below.
+
+    Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
+    follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
+    a `ValueError` that says what to do instead.
+
+    Parameters:
+        > Parameters that control the loss (paper, sections 3 and 4)
+
+        distillation_weight (`float`, *optional*, defaults to `1.0`):
+            `w` in `(1 - w) * policy_loss + w * distillation_loss`, in `[0, 1]`. `1.0` has no policy term, `0.0` is
+            TRL's GRPO bit for bit. The KL anchor (`beta`), the entropy bonus and a router's loss are added at full
+            weight.
+        distillation_mode (`str`, *optional*, defaults to `"full_logits"`):
+            `"full_logits"` (exact), `"topk_logits"` (the student's `distillation_topk` likeliest items) or
+            `"sampled_token"` (reverse divergence on the sampled token alone; needs `distillation_alpha=1.0`).
+        distillation_alpha (`float`, *optional*, defaults to `0.5`):
+            `0` is `KL(teacher || student)`, `1` is `KL(student || teacher)`, between them the generalised
+            Jensen-Shannon divergence. In `[0, 1]`.
+        distillation_topk (`int`, *optional*):
+            Size of the support with `distillation_mode="topk_logits"`, at least 1; required there, refused elsewhere.
+        distillation_add_tail (`bool`, *optional*, defaults to `True`):
+            With `"topk_logits"`: hold the rest of the mass in one more item. `False` renormalises the support.
+        distillation_is_clip (`float`, *optional*, defaults to `2.0`):
+            Upper bound of the importance ratio of stale rollouts, `> 0`; `None` does not cut it.
+
+        > Parameters that control the teacher (paper, section 3.3)
+
+        teacher_model_kind (`str`, *optional*, defaults to `"ema"`):
+            `"live"` (the student now), `"base"` (the student at the start), `"ema"`, `"snapshot"` (a copy renewed
+            whole every `teacher_sync_steps`) or `"trust_region"` (logits `(1 - teacher_mix) * base + teacher_mix *
+            live`). An external teacher is `SDPOTrainer(teacher_model=...)`.
+        teacher_update_rate (`float`, *optional*, defaults to `0.05`):
+            `r` of the EMA teacher, `t <- (1 - r) t + r s`, in `[0, 1]`.
+        teacher_sync_steps (`int`, *optional*):
+            Optimizer steps between two moves of the teacher. `None` moves an EMA teacher once per rollout batch, the
+            paper's cadence. Required by `"snapshot"`.
+        teacher_mix (`float`, *optional*, defaults to `0.01`):
+            Share of the live model in a trust-region teacher, in `[0, 1]`.
+        teacher_model_init_kwargs (`dict`, *optional*):
+            Keyword arguments of `from_pretrained` when `teacher_model` is a path.
+
+        > Parameters that control the feedback (paper, section 2 and Table 2)
+
+        success_reward_threshold (`float`, *optional*, defaults to `1.0`):
+            An attempt succeeded if its weighted reward is at least this (up to a relative 1e-6 of rounding).
+        success_reward_func (`str`, *optional*):
+            Name of the one reward function that decides success instead of the weighted sum.
+        use_successful_as_teacher (`bool`, *optional*, defaults to `True`):
+            Show a successful answer to the same question to the teacher.
+        dont_reprompt_on_self_success (`bool`, *optional*, defaults to `True`):
+            A success is not its own demonstration (the reference code). `False` follows the paper's Table 2.
+        include_environment_feedback (`bool`, *optional*, defaults to `True`):
+            Show the attempt's own feedback text to the teacher.
+        environment_feedback_only_without_solution (`bool`, *optional*, defaults to `True`):
+            Leave the text out where there is a demonstration.
+        remove_thinking_from_demonstration (`bool`, *optional*, defaults to `True`):
+            Strip `<think>` blocks from demonstrations; one whose thinking never closed is not used.
+
+        > Parameters that control the teacher's prompt (paper, Table 2)
+
+        reprompt_placement (`str`, *optional*, defaults to `"last_user"`):
+            `"last_user"`: the last user turn becomes the reprompt. `"append"`: one more user turn follows.
+        max_reprompt_len (`int`, *optional*, defaults to `10240`):
+            Longest teacher prompt in tokens. Feedback and demonstration are cut to fit it, nothing else is.
+        reprompt_template (`str`, *optional*): Holds `{prompt}`, `{solution}` and `{feedback}`.
+        solution_template (`str`, *optional*): Holds `{successful_previous_attempt}`.
+        feedback_template (`str`, *optional*): Holds `{feedback_raw}`.
+
+        > Parameters that control diagnostics
+
+        diagnostics_warning_interval (`int`, *optional*, defaults to `10`):
+            Warn after this many degenerate rollout batches in a row (no success and no feedback, answers all
+            truncated, teacher equal to the student), and again after as many more. `0` disables.
+        diagnostics_flat_tolerance (`float`, *optional*, defaults to `1e-8`):
+            What counts as zero for these warnings.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]  # noqa: RUF012 - as in TRL
+
+    distillation_weight: float = field(
+        default=1.0,
+        metadata={"help": "w in (1 - w) * policy_loss + w * distillation_loss, in [0, 1]. 0 is TRL's GRPO."},
+    )
+    distillation_mode: Literal["full_logits", "topk_logits", "sampled_token"] = field(
+        default="full_logits", metadata={"help": "Support of the divergence."}
+    )
+    distillation_alpha: float = field(
+        default=0.5, metadata={"help": "0: KL(teacher || student), 1: KL(student || teacher), between: JSD."}
+    )
+    distillation_topk: int | None = field(
+        default=None, metadata={"help": "Size of the student's support with distillation_mode='topk_logits'."}
+    )
+    distillation_add_tail: bool = field(
+        default=True, metadata={"help": "With topk_logits: one more item holds the rest of the mass."}
+    )
+    distillation_is_clip: float | None = field(
+        default=2.0, metadata={"help": "Upper bound of the importance ratio of stale rollouts."}
+    )
+    teacher_model_kind: TeacherKind = field(default="ema", metadata={"help": "Whose weights the teacher has."})
+    teacher_update_rate: float = field(
+        default=0.05, metadata={"help": "r of the EMA teacher: t <- (1 - r) t + r s, in [0, 1]."}
+    )
+    teacher_sync_steps: int | None = field(
+        default=None,
+        metadata={"help": "Optimizer steps between two moves of the teacher. None: once per rollout batch (ema)."},
+    )
+    teacher_mix: float = field(
+        default=0.01, metadata={"help": "Share of the live model in a trust-region teacher, in [0, 1]."}
+    )
+    teacher_model_init_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of from_pretrained when teacher_model is a path."}
+    )
+    success_reward_threshold: float = field(
+        default=1.0, metadata={"help": "An attempt succeeded if its reward is at least this."}
+    )
+    success_reward_func: str | None = field(
+        default=None, metadata={"help": "Name of the reward function that decides success. None: the weighted sum."}
+    )
+    use_successful_as_teacher: bool = field(
+        default=True, metadata={"help": "Show a successful answer to the same question to the teacher."}
+    )
+    dont_reprompt_on_self_success: bool = field(
+        default=True, metadata={"help": "A success is not its own demonstration."}
+    )
+    include_environment_feedback: bool = field(
+        default=True, metadata={"help": "Show the attempt's own feedback text to the teacher."}
+    )
+    environment_feedback_only_without_solution: bool = field(
+        default=True, metadata={"help": "Leave the feedback text out where there is a demonstration."}
+    )
+    remove_thinking_from_demonstration: bool = field(
+        default=True, metadata={"help": "Strip thinking blocks from demonstrations."}
+    )
+    reprompt_placement: Literal["last_user", "append"] = field(
+        default="last_user", metadata={"help": "Replace the last user turn by the reprompt, or append one user turn."}
+    )
+    max_reprompt_len: int = field(
+        default=10240,
+        metadata={"help": "Longest teacher prompt in tokens; feedback and demonstration are cut to fit."},
+    )
+    reprompt_template: str = field(
+        default=DEFAULT_REPROMPT, metadata={"help": "Holds {prompt}, {solution} and {feedback}."}
+    )
+    solution_template: str = field(default=DEFAULT_SOLUTION, metadata={"help": "Holds {successful_previous_attempt}."})
+    feedback_template: str = field(default=DEFAULT_FEEDBACK, metadata={"help": "Holds {feedback_raw}."})
+    diagnostics_warning_interval: int = field(
+        default=10, metadata={"help": "Warn after this many degenerate rollout batches in a row. 0 disables."}
+    )
+    diagnostics_flat_tolerance: float = field(
+        default=1e-8, metadata={"help": "What counts as zero for these warnings."}
+    )
+
+    def __post_init__(self) -> None:
+        single = self.num_generations == 1 and self.distillation_weight == 1.0
+        if single:
+            self.num_generations = _SingleGeneration(1)
+        super().__post_init__()
+        if single:
+            self.num_generations = 1
+        self._check_ranges()
+        self._check_pairs()
+        self.templates  # noqa: B018 - building them checks their slots
+
+    @property
+    def templates(self) -> Templates:
+        """The three templates of the teacher's prompt."""
+        return Templates(self.reprompt_template, self.solution_template, self.feedback_template)
+
+    @property
+    def divergence(self) -> DivergenceSpec:
+        """What is computed per token."""
+        return DivergenceSpec(
+            self.distillation_mode, self.distillation_alpha, self.distillation_topk, self.distillation_add_tail
+        )
+
+    @property
+    def routing_rule(self) -> RoutingRule:
+        """Which hint a row's teacher gets."""
+        return RoutingRule(
+            self.use_successful_as_teacher,
+            self.dont_reprompt_on_self_success,
+            self.include_environment_feedback,
+            self.environment_feedback_only_without_solution,
+        )
+
+    def _check_ranges(self) -> None:
+        for name in ("distillation_weight", "distillation_alpha", "teacher_update_rate", "teacher_mix"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("distillation_topk", "teacher_sync_steps", "max_reprompt_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+        if self.distillation_is_clip is not None and not self.distillation_is_clip > 0:
+            raise ValueError(
+                f"`distillation_is_clip` must be positive, got {self.distillation_is_clip}. `None` does not cut."
+            )
+        for name in ("diagnostics_warning_interval", "diagnostics_flat_tolerance"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
+        for name, allowed in (
+            ("distillation_mode", ("full_logits", "topk_logits", "sampled_token")),
+            ("teacher_model_kind", ("live", "base", "ema", "snapshot", "trust_region")),
+            ("reprompt_placement", ("last_user", "append")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+
+    def _check_pairs(self) -> None:
+        if self.distillation_mode == "topk_logits" and self.distillation_topk is None:
+            raise ValueError(
+                "`distillation_mode='topk_logits'` needs `distillation_topk`. The paper uses 100 without and 20 with "
+                "rich feedback."
+            )
+        if self.distillation_mode == "sampled_token" and self.distillation_alpha != 1.0:
+            raise ValueError(
+                "`distillation_mode='sampled_token'` estimates the reverse divergence alone: set "
+                f"`distillation_alpha=1.0` (got {self.distillation_alpha})."
+            )
+        if self.teacher_model_kind == "snapshot" and self.teacher_sync_steps is None:
+            raise ValueError("`teacher_model_kind='snapshot'` needs `teacher_sync_steps`, say 50.")
+        for name, active, needs in self._dependent_options():
+            if not active and getattr(self, name) != self._default(name):
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` has no effect here: it needs {needs}. Leave it at its default "
+                    f"({self._default(name)!r}), or change the other option."
+                )
+
+    def _dependent_options(self) -> list[tuple[str, bool, str]]:
+        """Options that mean something only beside another one: name, whether that holds, and what it is."""
+        policy = self.distillation_weight < 1.0
+        bonus = self.entropy_coef != 0.0 or self.use_adaptive_entropy
+        kind = self.teacher_model_kind
+        policy_only = [
+            "epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
+            "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level",
+            "off_policy_mask_threshold",
+        ]  # fmt: skip
+        return [
+            ("distillation_topk", self.distillation_mode == "topk_logits", "`distillation_mode='topk_logits'`"),
+            ("distillation_add_tail", self.distillation_mode == "topk_logits", "`distillation_mode='topk_logits'`"),
+            ("teacher_update_rate", kind == "ema", "`teacher_model_kind='ema'`"),
+            ("teacher_sync_steps", kind in ("ema", "snapshot"), "`teacher_model_kind` 'ema' or 'snapshot'"),
+            ("teacher_mix", kind == "trust_region", "`teacher_model_kind='trust_region'`"),
+            ("dont_reprompt_on_self_success", self.use_successful_as_teacher, "`use_successful_as_teacher=True`"),
+            (
+                "environment_feedback_only_without_solution",
+                self.include_environment_feedback,
+                "`include_environment_feedback=True`",
+            ),
+            ("top_entropy_quantile", policy or bonus, "a policy term (`distillation_weight < 1`) or an entropy bonus"),
+            *((name, policy, "a policy term (`distillation_weight < 1`)") for name in policy_only),
+        ]
+
+    @classmethod
+    def _default(cls, name: str) -> Any:
+        value = next(f for f in fields(cls) if f.name == name)
+        factory: Callable[[], Any] | Any = value.default_factory
+        return factory() if callable(factory) else value.default

@@ -1,0 +1,84 @@
+"""An external teacher: another frozen model that reads the same tokens.
+
+Knows: loading, preparing and checking it. Deliberately does not know: prompts, losses.
+"""
+
+import logging
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
+
+logger = logging.getLogger(__name__)
+
+
+def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """
+    Refuse a teacher whose tokens have other ids; a vocabulary that is only padded differently is fine.
+
+    Raises:
+        `ValueError`: the first token whose ids differ is named.
+    """
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    for token, index in sorted(ours.items(), key=lambda item: item[1]):
+        if theirs.get(token) != index:
+            raise ValueError(
+                f"The teacher's tokenizer maps {token!r} to {theirs.get(token)}, the student's to {index}. A teacher "
+                "scores the student's own token ids, so both need one mapping: choose a teacher of the same family."
+            )
+
+
+def load_external_teacher(
+    teacher: "str | PreTrainedModel",
+    init_kwargs: dict | None,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """
+    Load (or take) the teacher, check its vocabulary against the student's, and freeze it.
+
+    Args:
+        teacher (`str` or `PreTrainedModel`): A path, a Hub id, or a model.
+        init_kwargs (`dict`, *optional*): For `from_pretrained`.
+        tokenizer (`PreTrainedTokenizerBase`): The student's.
+        trust_remote_code (`bool`): As in `from_pretrained`.
+
+    Raises:
+        `ValueError`: the mappings differ, the teacher's head is too small, or `init_kwargs` come with a model object.
+    """
+    if isinstance(teacher, str):
+        name = teacher
+        teacher = create_model_from_path(teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})})
+    elif init_kwargs:
+        raise ValueError(
+            "`teacher_model_init_kwargs` is for a `teacher_model` given as a path; yours is a model object."
+        )
+    else:
+        name = get_config_model_id(teacher.config)
+    # A folder may hold weights alone; a Hub id always comes with its tokenizer.
+    if name and (not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file()):
+        check_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
+    else:
+        logger.warning(
+            "The external teacher has no tokenizer beside it, so only the size of its vocabulary was checked, not "
+            "that its token ids mean the same as the student's."
+        )
+    needed = max(tokenizer.get_vocab().values()) + 1
+    size = teacher.get_output_embeddings().weight.size(0)
+    if size < needed:
+        raise ValueError(
+            f"The teacher's head has {size} items, but the student's tokenizer has ids up to {needed - 1}. Choose a "
+            "teacher of the same family."
+        )
+    return teacher.requires_grad_(False).eval()
+
+
+def prepare_external_teacher(teacher: PreTrainedModel, temperature: float, trainer) -> PreTrainedModel:
+    """Give the teacher TRL's fused head and place it as TRL places its reference model."""
+    add_fused_lm_head(teacher, temperature=temperature)
+    if trainer.is_deepspeed_enabled:
+        return prepare_deepspeed(teacher, trainer.accelerator)
+    if trainer.is_fsdp_enabled:
+        return prepare_fsdp(teacher, trainer.accelerator)
+    return trainer.accelerator.prepare_model(teacher, evaluation_mode=True)

@@ -1,0 +1,103 @@
+"""The logs: sums and counts over processes and micro-batches, averaged once when they are logged.
+
+Knows: accelerate's `reduce`, names. Deliberately does not know: models, prompts. The set of keys is fixed.
+"""
+
+import logging
+from collections import defaultdict
+
+import torch
+from accelerate import Accelerator
+
+from .callbacks import HealthMonitor
+from .divergence import DivergenceSpec
+from .heads import TokenValues
+
+logger = logging.getLogger(__name__)
+
+BATCH_METRICS = (
+    "success_share",
+    "success_group_share",
+    "demonstration_share",
+    "feedback_share",
+    "distilled_share",
+    "lone_success_share",
+    "shortened_share",
+)
+TOKEN_METRICS = ("divergence", "teacher_student_gap", "student_entropy", "teacher_entropy", "ratio_clipped_share")
+
+
+@torch.no_grad()
+def token_sums(values: TokenValues, clipped: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+    """
+    Sums over the scored tokens in the order of `TOKEN_METRICS`, then their count: float64, shape `(6,)`.
+
+    The gap is `log p_T - log p_S` of the sampled token: what the feedback tells the teacher about it. In the
+    sampled-token mode the divergence shown is its one-sample estimate, minus the gap.
+    """
+    gap = values.teacher_log_prob - values.student_log_prob
+    shown = -gap if spec.mode == "sampled_token" else values.divergence
+    columns = (shown, gap, values.student_entropy, values.teacher_entropy, clipped, torch.ones_like(gap))
+    return torch.stack([column.double().sum() for column in columns])
+
+
+class MetricSums:
+    """
+    Args:
+        accelerator (`accelerate.Accelerator`): Sums over the processes.
+        health ([`HealthMonitor`]): Is shown every training batch.
+    """
+
+    def __init__(self, accelerator: Accelerator, health: HealthMonitor) -> None:
+        self._accelerator = accelerator
+        self._health = health
+        self._tokens: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+        self._scored = torch.zeros(len(TOKEN_METRICS) + 1, dtype=torch.float64)  # since the last training batch
+
+    def add_tokens(self, mode: str, sums: torch.Tensor) -> None:
+        """Add the [`token_sums`] of one micro-batch; a collective."""
+        sums = self._accelerator.reduce(sums, reduction="sum").cpu()
+        self._tokens[mode] = self._tokens[mode] + sums if mode in self._tokens else sums
+        if mode == "train":
+            self._scored = self._scored + sums
+
+    def add_batch(self, mode: str, stats: dict[str, float], truncated_share: float) -> None:
+        """
+        Add one rollout batch, and warn if batch after batch cannot teach anything; a collective.
+
+        Args:
+            mode (`str`): `"train"` or `"eval"`.
+            stats (`dict[str, float]`): Local sums named in `BATCH_METRICS`, and `rollouts`, the number of rows.
+            truncated_share (`float`): Share of answers that were cut, in `[0, 1]`.
+        """
+        names = sorted(stats)
+        local = torch.tensor([stats[name] for name in names], device=self._accelerator.device)
+        total = dict(zip(names, self._accelerator.reduce(local, reduction="sum").tolist(), strict=True))
+        for name, value in total.items():
+            self._rows[mode][name] += value
+        if mode != "train":
+            return
+        divergence, count = self._scored[0].item(), self._scored[-1].item()
+        self._scored = torch.zeros_like(self._scored)
+        warnings = self._health.observe(
+            distilled_share=total["distilled_share"] / total["rollouts"],
+            truncated_share=truncated_share,
+            divergence=divergence / count if count else None,
+        )
+        if self._accelerator.is_main_process:
+            for warning in warnings:
+                logger.warning(warning)
+
+    def flush(self, mode: str) -> dict[str, float]:
+        """The means since the last call, with the same keys whenever a batch was made in between; else nothing."""
+        rows = self._rows[mode]
+        if not rows:
+            return {}
+        means = {f"sdpo/{name}": rows[name] / rows["rollouts"] for name in BATCH_METRICS}
+        rows.clear()
+        *totals, count = self._tokens.pop(mode, torch.zeros_like(self._scored)).tolist()
+        means.update(
+            {f"sdpo/{name}": total / max(count, 1.0) for name, total in zip(TOKEN_METRICS, totals, strict=True)}
+        )
+        return means

@@ -1,0 +1,205 @@
+"""What one rollout batch has to say: its feedback texts, its successes, and the hint that each row's teacher gets.
+
+Knows: texts, rewards, groups. Deliberately does not know: tokenizers, models, losses. Rows are local to a process
+unless a name says `all`.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .feedback import check_texts, join_texts, select_feedback
+from .reprompt import Hint, Prompt, completion_text, strip_thinking
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """
+    One batch as it was scored.
+
+    Args:
+        prompts (`list`): The student's prompts, with an environment's opening observation and images.
+        completions (`list`): What was sampled: text, or messages.
+        rewards (`torch.Tensor`): Of all processes, shape `(N, F)`, NaN where a function gave none.
+        feedback (`list[str | None]`): The joined texts of all sources.
+        worked_solutions (`list[str | None]`): The `demonstration` column.
+    """
+
+    prompts: list[Prompt]
+    completions: list[Prompt]
+    rewards: torch.Tensor
+    feedback: list[str | None]
+    worked_solutions: list[str | None]
+
+
+def weighted_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """TRL's weighted sum: `(N, F)`, `(F,)` -> `(N,)` in float64; NaN where no function gave a reward."""
+    total = (rewards.double() * weights.to(rewards.device, torch.float64)).nansum(dim=1)
+    return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
+
+
+def succeeded(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
+    """
+    Whether each attempt passed, by its reward and never by its advantage: `(N,)` -> bool `(N,)`.
+
+    Up to a relative 1e-6, so that 0.7 + 0.2 + 0.1 in float32 reaches 1.0. NaN is no success.
+    """
+    return rewards.double() >= threshold - 1e-6 * max(1.0, abs(threshold))
+
+
+def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | None]:
+    """The texts of a dataset column, `None` where it or its text is missing."""
+    return check_texts([row.get(column) for row in inputs], len(inputs), f"The dataset column `{column}`")
+
+
+def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
+    """
+    What reward functions gave to `log_extra("feedback", ...)`: one list per full round over the rollouts.
+
+    Args:
+        calls (`Sequence`): The values of each call, in order.
+        count (`int`): Number of rollouts.
+    """
+    source = "`log_extra('feedback', ...)`"
+    values: list[Any] = []
+    for call in calls:
+        if isinstance(call, str):
+            raise TypeError(
+                f"{source} needs a list with one `str` or `None` per rollout, got one `str`: {call[:80]!r}."
+            )
+        values.extend(call)
+    if len(values) % count:
+        check_texts(values, count, source)
+    return [check_texts(values[i : i + count], count, source) for i in range(0, len(values), count)]
+
+
+def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
+    """The `feedback` of each rollout's environment; `None` without environments."""
+    if environments is None:
+        return None
+    texts = [environment.feedback if hasattr(environment, "feedback") else None for environment in environments]
+    return check_texts(texts, len(texts), "The environments' `feedback`")
+
+
+def function_texts(
+    func: Callable[..., Any],
+    prompts: list[Prompt],
+    completions: list[Prompt],
+    rewards: list[float],
+    inputs: Sequence[dict[str, Any]],
+    loop: asyncio.AbstractEventLoop | None,
+) -> list[str | None]:
+    """Call `feedback_func(prompts, completions, rewards, **columns)`, on `loop` if it is async."""
+    columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
+    taken = sorted(columns.keys() & {"prompts", "completions", "rewards"})
+    if taken:
+        raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
+    texts = func(prompts, completions, rewards, **columns)
+    if asyncio.iscoroutine(texts):
+        texts = asyncio.run_coroutine_threadsafe(texts, loop).result()
+    return check_texts(texts, len(prompts), "`feedback_func`")
+
+
+def gather_feedback(sources: Sequence[list[str | None] | None], count: int) -> list[str | None]:
+    """Join the texts of all sources that exist, in their order."""
+    return join_texts([source for source in sources if source is not None], count)
+
+
+def demonstrations(
+    rollouts: Rollouts, success: torch.Tensor, remove_thinking: bool, thinking_opened: Sequence[bool]
+) -> list[str | None]:
+    """The text that each local success could show to others; `None` for failures and where nothing is left to show."""
+    texts: list[str | None] = []
+    for completion, passed, opened in zip(rollouts.completions, success.tolist(), thinking_opened, strict=True):
+        text = completion_text(completion) if passed else None
+        if text is not None and remove_thinking:
+            text = strip_thinking(text, opened=opened)
+        texts.append(text if text is not None and text.strip() else None)
+    return texts
+
+
+@dataclass(frozen=True)
+class Routing:
+    """
+    What each local row's teacher is told, and how the batch stands.
+
+    Args:
+        hints (`list[Hint | None]`): `None` where the row has no feedback and is not scored.
+        stats (`dict[str, float]`): Local sums, for the metrics of the same names.
+    """
+
+    hints: list[Hint | None]
+    stats: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """The options that decide which hint a row gets; see [`SDPOConfig`]."""
+
+    use_successful_as_teacher: bool
+    exclude_self: bool
+    include_feedback: bool
+    feedback_only_without_solution: bool
+
+
+def route(
+    rollouts: Rollouts,
+    all_success: torch.Tensor,
+    all_texts: Sequence[str | None],
+    all_rich: torch.Tensor,
+    local: slice,
+    group_size: int,
+    rule: RoutingRule,
+) -> Routing:
+    """
+    Apply [`select_feedback`] to the global batch and turn this process' slice into hints.
+
+    A worked solution of the dataset is shown where the group has no success of its own to show.
+
+    Args:
+        rollouts ([`Rollouts`]): The local rows.
+        all_success (`torch.Tensor`): bool of shape `(N,)`.
+        all_texts (`Sequence[str | None]`): `N` demonstrations, `None` where a row has none to show.
+        all_rich (`torch.Tensor`): bool of shape `(N,)`: the row has a feedback text.
+        local (`slice`): This process' rows.
+        group_size (`int`): Consecutive rows that answer one prompt.
+        rule ([`RoutingRule`]): Options.
+    """
+    device = all_success.device
+    shown = torch.tensor([text is not None for text in all_texts], device=device)
+    shown &= rule.use_successful_as_teacher
+    questions = torch.arange(shown.numel(), device=device) // group_size
+    rich = all_rich & rule.include_feedback
+    index, _ = select_feedback(questions, shown, rich, exclude_self=rule.exclude_self)
+    group_shows = shown.view(-1, group_size).any(dim=1).repeat_interleave(group_size)
+    group_solved = all_success.view(-1, group_size).any(dim=1)
+
+    hints: list[Hint | None] = []
+    for row, (source, has_sibling) in enumerate(zip(index[local].tolist(), group_shows[local].tolist(), strict=True)):
+        solution = all_texts[source] if source >= 0 else None
+        if solution is None and not has_sibling:
+            solution = rollouts.worked_solutions[row]
+        feedback = rollouts.feedback[row] if rule.include_feedback else None
+        if solution is not None and rule.feedback_only_without_solution:
+            feedback = None
+        hints.append(Hint(solution, feedback) if solution is not None or feedback is not None else None)
+
+    success = all_success[local].tolist()
+    stats = {
+        "rollouts": float(len(hints)),
+        "success_share": float(sum(success)),
+        # Groups may span processes, so each one is counted once, in equal parts, by all of its rows.
+        "success_group_share": group_solved.repeat_interleave(group_size)[local].sum().item(),
+        "demonstration_share": float(sum(hint is not None and hint.solution is not None for hint in hints)),
+        "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
+        "distilled_share": float(sum(hint is not None for hint in hints)),
+        "lone_success_share": float(
+            sum(
+                passed and (hint is None or hint.solution is None) for passed, hint in zip(success, hints, strict=True)
+            )
+        ),
+    }
+    return Routing(hints, stats)

@@ -1,0 +1,159 @@
+"""From hints to the token ids of the teacher's prompts, through the student's own chat template.
+
+Knows: the trainer's tokenizer and its `_tokenize_prompts`, the budget. Deliberately does not know: selection, losses.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2.exceptions import TemplateError
+from trl.data_utils import is_conversational
+from trl.trainer.utils import pad
+
+from .reprompt import Hint, Prompt, shorten, teacher_prompt
+
+logger = logging.getLogger(__name__)
+
+_PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class TeacherPrompts:
+    """
+    Args:
+        tensors (`dict[str, torch.Tensor]`): `teacher_prompt_ids` and `teacher_prompt_mask`, int64 of shape `(B, Q)`,
+            padded left; for vision models also the per-token types of the prompt.
+        texts (`list[str]`): What the teacher reads, special tokens included.
+        shortened (`int`): Rows whose hint was cut to fit the budget.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    texts: list[str]
+    shortened: int
+
+
+class TeacherPromptBuilder:
+    """
+    Args:
+        trainer ([`SDPOTrainer`]): Supplies the tokenizer, the chat template and its options, tools and environments.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._tokenizer = trainer._tokenizer
+        self._templates = trainer.args.templates
+        self._placement = trainer.args.reprompt_placement
+        self._budget = trainer.args.max_reprompt_len
+        self._header_checked = False
+
+    def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
+        """
+        Write the teacher's prompt of each row; a row without a hint gets one token, or its own prompt with images.
+
+        Args:
+            prompts (`list`): The student's prompts, `B` of them.
+            hints (`list[Hint | None]`): What the teachers are told.
+            output (`dict`): TRL's batch.
+
+        Raises:
+            `ValueError`: a prompt leaves no room for a hint within `max_reprompt_len` (the row is named), or the chat
+                template refuses the reprompt.
+        """
+        images = "pixel_values" in output
+        wanted = list(range(len(prompts))) if images else [i for i, hint in enumerate(hints) if hint is not None]
+        ids: list[list[int]] = [[self._tokenizer.pad_token_id]] * len(prompts)
+        types: dict[str, list[Any]] = {}
+        shortened = 0
+        if wanted:
+            written = [self._write(prompts[i], hints[i]) for i in wanted]
+            tokenized, fields = self._tokenize(written, wanted)
+            for i, row in zip(wanted, tokenized, strict=True):
+                ids[i] = list(row)
+            types = {key: fields[key] for key in _PER_TOKEN if images and key in fields}
+            for i in wanted:
+                if hints[i] is not None and len(ids[i]) > self._budget:
+                    if images:
+                        raise ValueError(
+                            f"The teacher's prompt of row {i} has {len(ids[i])} tokens with its images, more than "
+                            f"`max_reprompt_len={self._budget}`. Raise it: prompts with images are not cut."
+                        )
+                    ids[i] = self._fit(i, prompts[i], hints[i])
+                    shortened += 1
+            self._check_header(prompts, hints, ids, output)
+        tensors = {
+            "teacher_prompt_ids": self._pad(ids, self._tokenizer.pad_token_id),
+            "teacher_prompt_mask": self._pad([[1] * len(row) for row in ids], 0),
+        }
+        for key, rows in types.items():
+            tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
+        texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
+        return TeacherPrompts(tensors, texts, shortened)
+
+    def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
+        """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""
+        tails = self._tokenizer.batch_decode(prompt_ids[:, -16:])
+        return [
+            tail.rpartition("<think>")[1] != "" and "</think>" not in tail.rpartition("<think>")[2] for tail in tails
+        ]
+
+    def _write(self, prompt: Prompt, hint: Hint | None) -> Prompt:
+        if hint is None:
+            return prompt
+        return teacher_prompt(prompt, hint, self._templates, self._placement)
+
+    def _pad(self, rows: list[list[int]], value: int) -> torch.Tensor:
+        return pad([torch.tensor(row) for row in rows], padding_value=value, padding_side="left")
+
+    def _tokenize(self, prompts: list[Prompt], rows: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
+        """TRL's own tokenisation of the student's prompts, for the given rows of the batch."""
+        trainer = self._trainer
+        everything = trainer._batch_environments if trainer.environment_factories is not None else None
+        try:
+            if everything is not None:  # TRL pairs the prompts with the environments of the whole batch
+                trainer._batch_environments = [everything[i] for i in rows]
+            ids, _, fields = trainer._tokenize_prompts(prompts)
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template refuses the teacher's prompt ({error}). If it forbids two user turns in a row, "
+                "set `reprompt_placement='last_user'`."
+            ) from error
+        finally:
+            if everything is not None:
+                trainer._batch_environments = everything
+        return ids, fields
+
+    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> list[int]:
+        def fits(candidate: Hint) -> bool:
+            return len(self._tokenize([self._write(prompt, candidate)], [row])[0][0]) <= self._budget
+
+        kept = shorten(hint, fits)
+        if kept is None:
+            raise ValueError(
+                f"The teacher's prompt of row {row} is longer than `max_reprompt_len={self._budget}` even without its "
+                "feedback. Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
+                "never cut."
+            )
+        return list(self._tokenize([self._write(prompt, kept)], [row])[0][0])
+
+    def _check_header(
+        self, prompts: list[Prompt], hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]
+    ) -> None:
+        """Warn, once, if teacher and student do not end in the same generation header."""
+        row = next((i for i, hint in enumerate(hints) if hint is not None), None)
+        if self._header_checked or row is None or not is_conversational({"prompt": prompts[row]}):
+            return
+        self._header_checked = True
+        trainer = self._trainer
+        options = {"tokenize": False, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        render = trainer.processing_class.apply_chat_template
+        with_header = render(prompts[row], add_generation_prompt=True, **options)
+        without = render(prompts[row], add_generation_prompt=False, **options)
+        header = with_header[len(without) :] if with_header.startswith(without) else ""
+        ends = self._tokenizer.decode(ids[row])
+        if header.strip() and not ends.endswith(header):
+            logger.warning(
+                "The teacher's prompt does not end in the student's generation header, so the two answer in different "
+                f"modes. Student: {header!r}. Teacher: {ends[-len(header) - 20 :]!r}."
+            )

@@ -1,0 +1,419 @@
+"""`SDPOTrainer`: TRL's `GRPOTrainer` whose per-token signal comes from the same network after it has read feedback."""
+
+import atexit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, is_peft_model
+from huggingface_hub import ModelCard
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+from trl.trainer.utils import (
+    get_config_model_id,
+    is_async_callable,
+    shutdown_event_loop_in_daemon,
+    start_event_loop_in_daemon,
+)
+
+from . import rollouts as rollout_rules
+from .arguments import check_arguments
+from .callbacks import HealthMonitor, TeacherUpdateCallback
+from .config import SDPOConfig
+from .divergence import importance_ratio
+from .external import load_external_teacher, prepare_external_teacher
+from .heads import HeadTap, MixedHead, TokenHead, TokenValues, predicting, token_values
+from .loss import Normalizer, aggregate
+from .metrics import MetricSums, token_sums
+from .rollouts import Rollouts, Routing
+from .teacher import Teacher, WeightStore, build_teacher, evaluation_mode
+from .teacher_prompts import TeacherPromptBuilder
+
+
+class SDPOTrainer(GRPOTrainer):
+    """
+    Trainer for Self-Distilled Policy Optimization (SDPO, arXiv 2601.20802).
+
+    The differences to [`~trl.GRPOTrainer`], each an override that calls it:
+
+    - `_calculate_rewards` also collects feedback per rollout: `log_extra("feedback", [...])` in a reward function, the
+      `feedback` of an environment, `feedback_func`, and the dataset columns `privileged_context` and `demonstration`.
+    - `_generate_and_score_completions` also selects what each row's teacher is told ([`select_feedback`] over the
+      global batch) and writes the teacher's prompt (paper, Table 2).
+    - `_compute_loss` scores the sampled answer once more under that prompt, with the teacher's weights and without
+      gradient, and adds `w` times the divergence of the two next-token distributions; GRPO's advantages are scaled by
+      `1 - w`. With `w = 0` it is GRPO bit for bit.
+
+    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited.
+
+    Args:
+        model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
+        reward_funcs (`RewardFunc` or `list`, *optional*): As in GRPO.
+        args ([`SDPOConfig`], *optional*): Options.
+        feedback_func (`Callable`, *optional*):
+            `(prompts, completions, rewards, **columns) -> list[str | None]`, sync or async: one text per rollout.
+            `rewards` are the weighted rewards (NaN where there is none), `columns` the other dataset columns.
+        teacher_model (`str` or `PreTrainedModel`, *optional*):
+            An external, frozen teacher with the same token ids, instead of the student's own weights.
+        **kwargs: All of [`~trl.GRPOTrainer`]'s.
+
+    Raises:
+        `TypeError`, `ValueError`: options that contradict each other, or a model with nothing to train.
+    """
+
+    _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
+    _name = "SDPO"
+    _paper = {  # noqa: RUF012 - as TRL declares it
+        "title": "Reinforcement Learning via Self-Distillation",
+        "id": "2601.20802",
+        "citation": (
+            "@misc{sdpo2026,\n"
+            "    title         = {{Reinforcement Learning via Self-Distillation}},\n"
+            "    year          = 2026,\n"
+            "    eprint        = {2601.20802},\n"
+            "    archivePrefix = {arXiv},\n"
+            "}"
+        ),
+    }
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel",
+        reward_funcs: Any = None,
+        args: SDPOConfig | None = None,
+        *positional: Any,
+        feedback_func: Callable[..., Any] | None = None,
+        teacher_model: "str | PreTrainedModel | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = SDPOConfig(f"{name.split('/')[-1]}-SDPO")
+        check_arguments(model, args, kwargs.get("peft_config"), feedback_func, teacher_model)
+        self._feedback_func = feedback_func
+        self._feedback_calls: list[Any] = []
+        self._rollouts: Rollouts | None = None
+        self._distills = args.distillation_weight > 0.0
+        # TRL takes its reference from the model's path, and for an adapter from the bare model under it. Here it is
+        # the policy as it was handed over, so TRL is asked for none. `sync_ref_model` moves it, which is TRL's own
+        # business.
+        self._anchors = self._distills and args.beta != 0.0 and not args.sync_ref_model
+        with _no_reference(args, self._anchors):
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self._distills:
+            self.beta = args.beta
+            self._set_up_distillation(feedback_func, teacher_model)
+
+    def _set_up_distillation(self, feedback_func: Any, teacher_model: "str | PreTrainedModel | None") -> None:
+        args = self.args
+        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and args.deepspeed_plugin.zero_stage == 3):
+            raise NotImplementedError(
+                "SDPO does not run with sharded parameters (FSDP, ZeRO-3) yet: a teacher's weights could not be "
+                "swapped in. Use DDP or ZeRO-2, or `distillation_weight=0`."
+            )
+        if args.success_reward_func is not None and args.success_reward_func not in self.reward_func_names:
+            raise ValueError(
+                f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
+                f"{', '.join(self.reward_func_names)}."
+            )
+        self._feedback_is_async = feedback_func is not None and is_async_callable(feedback_func)
+        if self._feedback_is_async and not self._has_async_funcs:
+            self.async_loop_thread, self.async_loop, ready = start_event_loop_in_daemon(name="SDPOTrainer-AsyncLoop")
+            ready.wait()
+            atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
+
+        base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        self._tap = self._teacher_tap = HeadTap(base, self.temperature, position_ids_from_mask=not self._is_vlm)
+        self._stores: dict[str, WeightStore] = {}
+        if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
+            self._stores["initial_policy"] = WeightStore(self.model)
+        if teacher_model is None:
+            self._teacher = build_teacher(self.model, args, self._stores)
+        else:
+            self._teacher = self._external_teacher(teacher_model)
+        self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches))
+        self._prompt_builder = TeacherPromptBuilder(self)
+        self._sums = MetricSums(
+            self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
+        )
+
+    def _external_teacher(self, model: "str | PreTrainedModel") -> Teacher:
+        loaded = load_external_teacher(
+            model, self.args.teacher_model_init_kwargs, self._tokenizer, self.args.trust_remote_code
+        )
+        prepared = prepare_external_teacher(loaded, self.temperature, self)
+        self._teacher_tap = HeadTap(loaded, self.temperature, position_ids_from_mask=not self._is_vlm)
+        return Teacher(prepared)
+
+    def _finished_rollout_batches(self) -> int:
+        return self._step // (self.args.steps_per_generation * self.num_iterations)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = list({*self._signature_columns, "privileged_context", "demonstration"})
+
+    # Rollouts
+
+    def _log_completion_extra(self, column: str, values: list) -> None:
+        if self._distills and column == "feedback":
+            self._feedback_calls.append(values)  # shown in the table once, joined, by `_calculate_rewards`
+        else:
+            super()._log_completion_extra(column, values)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        self._feedback_calls.clear()
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not self._distills:
+            return rewards
+        count = len(prompts)
+        total = rollout_rules.weighted_rewards(rewards, self.reward_weights)
+        given = None
+        if self._feedback_func is not None:
+            given = rollout_rules.function_texts(
+                self._feedback_func,
+                prompts,
+                completions,
+                total[self._local_rows(count)].tolist(),
+                inputs,
+                self.async_loop if self._feedback_is_async else None,
+            )
+        feedback = rollout_rules.gather_feedback(
+            [
+                *rollout_rules.logged_texts(self._feedback_calls, count),
+                rollout_rules.environment_texts(self.environments),
+                given,
+                rollout_rules.column_texts(inputs, "privileged_context"),
+            ],
+            count,
+        )
+        super()._log_completion_extra("feedback", feedback)
+        worked = rollout_rules.column_texts(inputs, "demonstration")
+        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked)
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        if not self._distills:
+            return super()._generate_and_score_completions(inputs)
+        with _attribute(self, "beta", 0.0 if self._anchors else self.beta):
+            output = super()._generate_and_score_completions(inputs)
+        output.update(self._teacher_rows(output))
+        if self._anchors:
+            output["ref_per_token_logps"] = self._initial_log_probs(output)
+        self._rollouts = None
+        return output
+
+    def _local_rows(self, count: int) -> slice:
+        start = self.accelerator.process_index * count
+        return slice(start, start + count)
+
+    def _route(self, output: dict[str, Any]) -> Routing:
+        args, rollouts = self.args, self._rollouts
+        local = self._local_rows(len(rollouts.prompts))
+        if args.success_reward_func is None:
+            deciding = rollout_rules.weighted_rewards(rollouts.rewards, self.reward_weights)
+        else:
+            deciding = rollouts.rewards[:, self.reward_func_names.index(args.success_reward_func)]
+        success = rollout_rules.succeeded(deciding, args.success_reward_threshold)
+        texts = rollout_rules.demonstrations(
+            rollouts,
+            success[local],
+            args.remove_thinking_from_demonstration,
+            self._prompt_builder.thinking_opened(output["prompt_ids"]),
+        )
+        rich = torch.tensor([text is not None for text in rollouts.feedback], device=self.accelerator.device)
+        return rollout_rules.route(
+            rollouts,
+            success,
+            gather_object(texts),
+            self.accelerator.gather(rich),
+            local,
+            self.num_generations if self.model.training else self.num_generations_eval,
+            args.routing_rule,
+        )
+
+    def _teacher_rows(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The row-aligned tensors of the teacher, and the counts that the loss is divided by."""
+        device = self.accelerator.device
+        routing = self._route(output)
+        built = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
+        available = torch.tensor([hint is not None for hint in routing.hints], device=device)
+        active = self._loss_mask(output) & available[:, None]  # (B, T)
+        counts = torch.stack([active.sum(), active.any(dim=1).sum()])
+        counts = self.accelerator.reduce(counts, reduction="sum")
+        self._sums.add_batch(
+            self._mode,
+            {**routing.stats, "shortened_share": float(built.shortened)},
+            truncated_share=self._metrics[self._mode]["completions/clipped_ratio"][-1],
+        )
+        if self.log_completions:
+            texts = [text if hint is not None else None for text, hint in zip(built.texts, routing.hints, strict=True)]
+            self._logs["extra"]["teacher_prompt"].extend(gather_object(texts))
+        return {
+            "feedback_available": available,
+            "active_tokens": counts[0],
+            "active_rows": counts[1],
+            **{key: value.to(device) for key, value in built.tensors.items()},
+        }
+
+    def _initial_log_probs(self, output: dict[str, Any]) -> torch.Tensor:
+        """TRL's reference log-probabilities, of the policy as it was at the start."""
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        training = self.model.training
+        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        with evaluation_mode(self.model), self._stores["initial_policy"].applied():
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(
+                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size, **_vision_inputs(output)
+            )
+        return log_probs
+
+    # Loss
+
+    @staticmethod
+    def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+        """The sampled tokens that count, bool of shape `(B, T)`: one mask, used everywhere."""
+        mask = inputs["completion_mask"].bool()
+        return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+
+    def _compute_loss(self, model, inputs):
+        if not self._distills:
+            return super()._compute_loss(model, inputs)
+        active = self._loss_mask(inputs) & inputs["feedback_available"][:, None]  # (B, T)
+        teacher = self._teacher_head(inputs, active)
+        sampled = inputs["completion_ids"][active]  # (n,)
+        scored: list[TokenValues] = []
+
+        def score(head: TokenHead) -> None:
+            student = predicting(head, active)
+            scored.append(token_values(student, teacher, sampled, self.args.divergence))
+
+        with self._tap.consume(score):
+            policy_loss = super()._compute_loss(model, self._policy_inputs(inputs))
+        values = scored[0]
+        old = inputs.get("old_per_token_logps")
+        ratio, clipped = importance_ratio(
+            values.student_log_prob, None if old is None else old[active], self.args.distillation_is_clip
+        )
+        if "importance_sampling_ratio" in inputs:  # TRL's correction for its sampler: (B, T) or (B, 1)
+            ratio = ratio * inputs["importance_sampling_ratio"].expand(active.shape)[active]
+        per_token = values.divergence.new_zeros(active.shape).masked_scatter(active, values.divergence * ratio)
+        loss = aggregate(per_token, active, self.loss_type, self._normalizer(inputs))
+        self._sums.add_tokens(self._mode, token_sums(values, clipped, self.args.divergence))
+        return policy_loss + self.args.distillation_weight * loss
+
+    def _policy_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """TRL's inputs with its advantages at their share: every `loss_type` is linear in them for one sign."""
+        weight = self.args.distillation_weight
+        scaled = {**inputs, "advantages": inputs["advantages"] * (1.0 - weight)}
+        corrects_anchor = self.beta != 0.0 and self.args.use_bias_correction_kl
+        if weight == 1.0 and not corrects_anchor:
+            # Zero times the ratio of a very stale token would be zero times infinity.
+            scaled.pop("old_per_token_logps", None)
+        return scaled
+
+    def _teacher_head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
+        """Score the sampled tokens under the teacher's prompt; every process makes the same forwards."""
+        rows = active.any(dim=1).nonzero().squeeze(1)
+        vision = _vision_inputs(inputs)
+        if vision:
+            rows = torch.arange(active.size(0), device=active.device)  # images are not aligned with rows
+        elif rows.numel() == 0:
+            rows = torch.zeros(1, dtype=torch.long, device=active.device)
+        prompt_mask = inputs["teacher_prompt_mask"][rows]
+        start = int(prompt_mask.any(dim=0).int().argmax())  # padding that all rows share
+        ids = torch.cat([inputs["teacher_prompt_ids"][rows, start:], inputs["completion_ids"][rows]], dim=1)
+        mask = torch.cat([prompt_mask[:, start:], inputs["completion_mask"][rows]], dim=1)
+        for key in ("token_type_ids", "mm_token_type_ids"):
+            if key in vision:
+                vision[key] = torch.cat(
+                    [inputs[f"teacher_{key}"][:, start:], vision[key][:, -active.size(1) :]], dim=1
+                )
+
+        def run(model: torch.nn.Module) -> TokenHead:
+            heads: list[TokenHead] = []
+            with self._teacher_tap.consume(heads.append):
+                self._get_per_token_logps_and_entropies(model, ids, mask, active.size(1), **vision)
+            return predicting(heads[0], active[rows])
+
+        return self._teacher.head(run)
+
+    def _normalizer(self, inputs: dict[str, Any]) -> Normalizer:
+        share = 1.0 / self.accelerator.num_processes
+        accumulation = 1
+        if self.model.training:  # in eval, the batch is neither split across steps nor accumulated
+            accumulation = self.current_gradient_accumulation_steps
+            share *= accumulation / self.args.steps_per_generation
+        return Normalizer(
+            inputs["active_tokens"], inputs["active_rows"], share, accumulation, self.max_completion_length
+        )
+
+    # Logs
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self._distills:
+            means = self._sums.flush(self._mode)
+            if means and self._mode == "train" and self._teacher.store is not None:
+                means["sdpo/teacher_distance"] = self._teacher.store.distance()
+            self._metrics[self._mode].update({name: [value] for name, value in means.items()})
+        super().log(logs, start_time)
+
+    # Files
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._distills and self.args.should_save:
+            for name, store in self._stores.items():
+                store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._distills and checkpoint is not None:
+            for name, store in self._stores.items():
+                store.load(Path(checkpoint) / f"sdpo_{name}.safetensors")
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None
+    ) -> None:
+        super().create_model_card(model_name, dataset_name, tags)
+        path = Path(self.args.output_dir) / "README.md"
+        source = get_config_model_id(self.model.config)
+        if self.is_world_process_zero() and (not source or Path(source).is_dir()):
+            # TRL names no base model that is not on the Hub; its metadata must stay empty, its text need not.
+            name = f"`{Path(source).name}` (a local folder)" if source else "a model built from its configuration"
+            card = ModelCard.load(path)
+            card.text = card.text.replace("[None](https://huggingface.co/None)", name)
+            card.save(path)
+
+
+@contextmanager
+def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+    previous = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, previous)
+
+
+@contextmanager
+def _no_reference(args: SDPOConfig, active: bool) -> Iterator[None]:
+    """Keep TRL from building a reference model while it sets up."""
+    with _attribute(args, "beta", 0.0 if active else args.beta):
+        yield
+
+
+def _vision_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
+    """What a vision model's forward needs beside the ids; empty for text."""
+    if "pixel_values" not in inputs:
+        return {}
+    names = (
+        "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+        "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+    )  # fmt: skip
+    return {name: inputs[name] for name in names if name in inputs}

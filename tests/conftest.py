@@ -1,0 +1,19 @@
+import os
+import sys
+from pathlib import Path
+
+# Before anything imports a Hugging Face library.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    """The same random numbers in every test, whatever ran before it."""
+    torch.manual_seed(0)
