@@ -52,6 +52,9 @@ class SDPOConfig(GRPOConfig):
             With `"topk_logits"`: hold the rest of the mass in one more item. `False` renormalises the support.
         distillation_is_clip (`float`, *optional*, defaults to `2.0`):
             Upper bound of the importance ratio of stale rollouts, `> 0`; `None` does not cut it.
+        distillation_impl (`str`, *optional*, defaults to `"fused"`):
+            `"fused"`: values and gradients chunk by chunk, in memory that does not grow with the answers.
+            `"reference"`: both models' full logits and plain autograd; the same up to rounding.
 
         > Parameters that control the teacher (paper, section 3.3)
 
@@ -125,6 +128,9 @@ class SDPOConfig(GRPOConfig):
     )
     distillation_is_clip: float | None = field(
         default=2.0, metadata={"help": "Upper bound of the importance ratio of stale rollouts."}
+    )
+    distillation_impl: Literal["fused", "reference"] = field(
+        default="fused", metadata={"help": "Chunk by chunk in constant memory, or full logits and plain autograd."}
     )
     teacher_model_kind: TeacherKind = field(default="ema", metadata={"help": "Whose weights the teacher has."})
     teacher_update_rate: float = field(
@@ -230,6 +236,7 @@ class SDPOConfig(GRPOConfig):
                 raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
         for name, allowed in (
             ("distillation_mode", ("full_logits", "topk_logits", "sampled_token")),
+            ("distillation_impl", ("fused", "reference")),
             ("teacher_model_kind", ("live", "base", "ema", "snapshot", "trust_region")),
             ("reprompt_placement", ("last_user", "append")),
         ):

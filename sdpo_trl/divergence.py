@@ -28,8 +28,14 @@ def safe_log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """`KL(P || Q) = sum_v p_v (log p_v - log q_v)`: `(..., V)`, `(..., V)` -> `(...)`, in nats."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    """
+    `KL(P || Q) = sum_v p_v (log p_v - log q_v)`: `(..., V)`, `(..., V)` -> `(...)`, in nats.
+
+    `sum_v q_v - sum_v p_v`, which is zero but for rounding, is added: it takes back what a rounded normaliser of
+    either side adds to every log-ratio alike, so that two nearly equal distributions over many items stay near zero.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    return (p * (log_p - log_q)).sum(-1) + (q.sum(-1) - p.sum(-1))
 
 
 def entropy(log_p: torch.Tensor) -> torch.Tensor:
@@ -85,6 +91,20 @@ class DivergenceSpec:
     add_tail: bool = True
 
 
+def coarse_divergence(student: torch.Tensor, teacher: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+    """
+    The divergence over a support of `K` items with a tail item, or renormalised: `(n, K)`, `(n, K)` -> `(n,)`.
+
+    Args:
+        student (`torch.Tensor`): Log-probabilities under the full distribution, shape `(n, K)`.
+        teacher (`torch.Tensor`): The teacher's, at the same items.
+        spec ([`DivergenceSpec`]): `alpha` and `add_tail`.
+    """
+    if spec.add_tail:
+        return divergence(_add_tail(student), _add_tail(teacher), spec.alpha)
+    return divergence(safe_log_softmax(student), safe_log_softmax(teacher), spec.alpha)
+
+
 def token_divergence(
     student_log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, token_ids: torch.Tensor, spec: DivergenceSpec
 ) -> torch.Tensor:
@@ -107,13 +127,7 @@ def token_divergence(
         return (student - teacher).detach() * student
     if spec.mode == "topk_logits" and spec.topk < student_log_probs.size(-1):
         support = student_log_probs.detach().topk(spec.topk, dim=-1).indices  # (n, K)
-        student_log_probs = student_log_probs.gather(-1, support)
-        teacher_log_probs = teacher_log_probs.gather(-1, support)
-        if spec.add_tail:
-            student_log_probs, teacher_log_probs = _add_tail(student_log_probs), _add_tail(teacher_log_probs)
-        else:
-            student_log_probs = safe_log_softmax(student_log_probs)
-            teacher_log_probs = safe_log_softmax(teacher_log_probs)
+        return coarse_divergence(student_log_probs.gather(-1, support), teacher_log_probs.gather(-1, support), spec)
     return divergence(student_log_probs, teacher_log_probs, spec.alpha)
 
 

@@ -2,8 +2,7 @@
 
 A head is the hidden states that predict some tokens together with the output matrix that turns them into logits.
 Knows: projection, temperature, the logit rules of the architectures. Deliberately does not know: prompts, rollouts,
-teachers' update rules. One function, [`token_values`], turns a student's and a teacher's head into everything the
-trainer needs.
+teachers' update rules.
 """
 
 import functools
@@ -11,13 +10,14 @@ import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trl.trainer.utils import FusedCausalLMOutput
 
-from .divergence import DivergenceSpec, entropy, safe_log_softmax, token_divergence, upcast
+from .divergence import upcast
 
 
 def logit_rules(config) -> tuple[float, float | None]:
@@ -55,6 +55,7 @@ class TokenHead:
         temperature (`float`): The sampling temperature, `> 0`; logits are divided by it.
         scale (`float`): See [`logit_rules`].
         softcap (`float`, *optional*): See [`logit_rules`].
+        matmul_dtype (`torch.dtype`, *optional*): In which the projection runs; the weight's own by default.
     """
 
     hidden: torch.Tensor
@@ -63,6 +64,11 @@ class TokenHead:
     temperature: float = 1.0
     scale: float = 1.0
     softcap: float | None = None
+    matmul_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.matmul_dtype is None:
+            object.__setattr__(self, "matmul_dtype", self.weight.dtype)
 
     @property
     def vocab_size(self) -> int:
@@ -70,9 +76,10 @@ class TokenHead:
 
     def logits(self, vocab_size: int) -> torch.Tensor:
         """The first `vocab_size` logits, `(n, vocab_size)`, divided by the temperature, in float32 or better."""
-        weight = self.weight[:vocab_size]
-        bias = None if self.bias is None else self.bias[:vocab_size]
-        logits = upcast(F.linear(self.hidden.to(weight.dtype), weight, bias)) * self.scale
+        weight = self.weight[:vocab_size].to(self.matmul_dtype)
+        bias = None if self.bias is None else self.bias[:vocab_size].to(self.matmul_dtype)
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            logits = upcast(F.linear(self.hidden.to(self.matmul_dtype), weight, bias)) * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature
@@ -81,6 +88,52 @@ class TokenHead:
         """The same head without a graph. The tensors are shared, so a later change *in place* would show."""
         bias = None if self.bias is None else self.bias.detach()
         return replace(self, hidden=self.hidden.detach(), weight=self.weight.detach(), bias=bias)
+
+    # The pieces of the fused loop, without a graph: `tokens` is a slice of the `n` tokens.
+
+    def logits_into(self, tokens: slice, out: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
+        """
+        Write the logits of some tokens to `out`, `(c, V')`; with a soft cap, its derivative to `slope`, same shape.
+
+        `V'` may be smaller than `V`: then only the first items are computed.
+        """
+        weight = self.weight[: out.size(1)].to(self.matmul_dtype)
+        hidden = self.hidden[tokens].to(self.matmul_dtype)
+        if out.dtype == self.matmul_dtype:
+            torch.mm(hidden, weight.t(), out=out)
+        else:
+            out.copy_(torch.mm(hidden, weight.t()))
+        if self.bias is not None:
+            out.add_(self.bias[: out.size(1)])
+        if self.softcap is not None:
+            out.mul_(self.scale / self.softcap).tanh_()
+            if slope is not None:
+                torch.mul(out, out, out=slope).neg_().add_(1.0)
+            return out.mul_(self.softcap / self.temperature)
+        factor = self.scale / self.temperature
+        return out if factor == 1.0 else out.mul_(factor)
+
+    def pull_back(self, logit_grad: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+        """From the logits' gradient, `(c, V)`, to the hidden states', `(c, H)`; overwrites its argument."""
+        if slope is not None:
+            logit_grad.mul_(slope)
+        product = torch.mm(logit_grad.to(self.matmul_dtype), self.weight.to(self.matmul_dtype))
+        return product.to(logit_grad.dtype).mul_(self.scale / self.temperature)
+
+    def pick(self, ids: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states' gradient of one logit per token, ids of shape `(c,)` -> `(c, H)`."""
+        rows = upcast(self.weight[ids]) * (self.scale / self.temperature)
+        return rows if slope is None else rows * slope.gather(-1, ids[:, None])
+
+    def add_weight_grad(
+        self, tokens: slice, logit_grad: torch.Tensor, factor: "torch.Tensor | float", weight_grad: torch.Tensor,
+        bias_grad: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Add the gradient of the output matrix, given the logits' (after [`pull_back`]) and a factor per token."""
+        scaled = self.hidden[tokens].to(weight_grad.dtype) * (factor * (self.scale / self.temperature))
+        weight_grad.addmm_(logit_grad.t(), scaled)
+        if bias_grad is not None:
+            bias_grad.add_((logit_grad * (factor * (self.scale / self.temperature))).sum(0))
 
 
 def predicting(head: TokenHead, active: torch.Tensor) -> TokenHead:
@@ -122,85 +175,48 @@ class MixedHead:
 
 
 @dataclass(frozen=True)
-class TokenValues:
+class TapScores:
     """
-    Values of the `n` scored tokens, each of shape `(n,)`; only `divergence` carries a gradient.
+    What a consumer makes of a forward pass, in the places where TRL looks for it.
 
     Args:
-        divergence (`torch.Tensor`): The loss per token, see [`token_divergence`].
-        student_log_prob (`torch.Tensor`): `log p_S` of the sampled token.
-        teacher_log_prob (`torch.Tensor`): `log p_T` of the sampled token.
-        student_entropy (`torch.Tensor`): In nats.
-        teacher_entropy (`torch.Tensor`): In nats.
+        loss (`torch.Tensor`): Any scalar that belongs to the graph.
+        log_probs (`torch.Tensor`): Shape `(B, L - 1)`, zero where nothing was asked.
+        entropy (`torch.Tensor`): Shape `(B, L - 1)`.
     """
 
-    divergence: torch.Tensor
-    student_log_prob: torch.Tensor
-    teacher_log_prob: torch.Tensor
-    student_entropy: torch.Tensor
-    teacher_entropy: torch.Tensor
-
-    def spread(self, mask: torch.Tensor) -> "TokenValues":
-        """Put the values back where `mask`, a bool tensor `(B, T)` with `n` true entries, says; zero elsewhere."""
-
-        def place(x: torch.Tensor) -> torch.Tensor:
-            return x.new_zeros(mask.shape).masked_scatter(mask, x)
-
-        return TokenValues(**{field.name: place(getattr(self, field.name)) for field in fields(self)})
+    loss: torch.Tensor
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
 
 
-def token_values(
-    student: TokenHead, teacher: "TokenHead | MixedHead", token_ids: torch.Tensor, spec: DivergenceSpec
-) -> TokenValues:
-    """
-    Everything the trainer needs about `n` scored tokens, from the two heads: the plain, full-logits truth.
-
-    Vocabularies that are padded to different sizes are compared over the items that both have.
-
-    Args:
-        student ([`TokenHead`]): Receives the gradient.
-        teacher ([`TokenHead`] or [`MixedHead`]): Receives none.
-        token_ids (`torch.Tensor`): int64 of shape `(n,)`, the sampled tokens.
-        spec ([`DivergenceSpec`]): What is computed.
-
-    Returns:
-        [`TokenValues`]: with `n = 0`, empty tensors whose sum is still attached to the graph.
-    """
-    vocab_size = min(student.vocab_size, teacher.vocab_size)
-    student_log_probs = safe_log_softmax(student.logits(vocab_size))  # (n, V)
-    with torch.no_grad():
-        teacher_log_probs = safe_log_softmax(teacher.logits(vocab_size)).to(student_log_probs.device)  # (n, V)
-        student_now = student_log_probs.detach()
-        picked = token_ids[:, None]
-        statistics = {
-            "student_log_prob": student_now.gather(-1, picked).squeeze(-1),
-            "teacher_log_prob": teacher_log_probs.gather(-1, picked).squeeze(-1),
-            "student_entropy": entropy(student_now),
-            "teacher_entropy": entropy(teacher_log_probs),
-        }
-    per_token = token_divergence(student_log_probs, teacher_log_probs, token_ids, spec)
-    return TokenValues(divergence=per_token, **statistics)
+Consumer = Callable[[TokenHead], TapScores]
 
 
 class HeadTap:
     """
-    Shows the hidden states and the output head to a consumer, *inside* the model's forward pass.
+    Hands the hidden states and the output head to a consumer, *inside* the model's forward pass.
 
-    Wrappers (DDP, FSDP, DeepSpeed) then see an ordinary forward, sharded weights are gathered when the consumer runs,
-    and whatever builds the model's inputs (TRL's images, tiles, routers) stays in charge. `model.forward` is replaced
-    once, as TRL's own `add_fused_lm_head` does; without a consumer it is the former one.
+    Wrappers (DDP, FSDP, DeepSpeed) then see an ordinary forward whose outputs carry the graph, sharded weights are
+    gathered when the consumer runs, and whatever builds the model's inputs (TRL's images, tiles) stays in charge.
+    `model.forward` is replaced once, as TRL's own `add_fused_lm_head` does; without a consumer it is the former one.
 
     Args:
-        model (`transformers.PreTrainedModel`): The causal language model, not its PEFT wrapper.
+        model (`transformers.PreTrainedModel`): The causal language model, not its PEFT wrapper, with TRL's fused head.
         temperature (`float`): The sampling temperature, `> 0`.
         position_ids_from_mask (`bool`): Number the positions of a left-padded row from its first real token, so that a
             row equals the same row alone also for models with absolute positions. Off for models that take none.
+        cast_to_fp32 (`bool`): Project in float32, outside autocast (TRL's `cast_lm_head_to_fp32`).
     """
 
-    def __init__(self, model, temperature: float, position_ids_from_mask: bool) -> None:
-        self._consumer: Callable[[TokenHead], None] | None = None
+    def __init__(
+        self, model, temperature: float, *, position_ids_from_mask: bool = True, cast_to_fp32: bool = False
+    ) -> None:
+        self._consumer: Consumer | None = None
+        self.model = model
         self._temperature = temperature
         self._scale, self._softcap = logit_rules(model.config)
+        self._cast_to_fp32 = cast_to_fp32
         accepted = inspect.signature(type(model).forward).parameters
         self._number_positions = position_ids_from_mask and "position_ids" in accepted
         inner = model.forward
@@ -208,32 +224,65 @@ class HeadTap:
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
         def forward(self, *args, **kwargs):
-            return tap._forward(self, inner, *args, **kwargs)
+            return tap._forward(inner, *args, **kwargs)
 
         model.forward = types.MethodType(forward, model)
 
-    def _forward(self, model, inner, *args, **kwargs):
+    def head(self, hidden: torch.Tensor) -> TokenHead:
+        """The model's output head, as it is now, over hidden states of shape `(..., H)`."""
+        lm_head: nn.Module = self.model.get_output_embeddings()
+        device = lm_head.weight.device  # a model split by `device_map` may end on another device than its head
+        dtype = lm_head.weight.dtype
+        if self._cast_to_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        elif torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return TokenHead(
+            hidden.to(device), lm_head.weight, lm_head.bias, self._temperature, self._scale, self._softcap, dtype
+        )
+
+    def _forward(self, inner, *args, **kwargs):
         mask = kwargs.get("attention_mask")
         if self._number_positions and kwargs.get("fused_lm_head") and mask is not None:
             kwargs.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))
         if self._consumer is None:
             return inner(*args, **kwargs)
-        seen: list[torch.Tensor] = []
-        hook = model.base_model.register_forward_hook(lambda module, args, out: seen.append(out.last_hidden_state))
-        try:
-            output = inner(*args, **kwargs)
-        finally:
-            hook.remove()
-        lm_head: nn.Module = model.get_output_embeddings()
-        hidden = seen[-1].to(lm_head.weight.device)  # a model split by `device_map` may end on another device
-        self._consumer(TokenHead(hidden, lm_head.weight, lm_head.bias, self._temperature, self._scale, self._softcap))
+        if kwargs.get("output_router_logits"):
+            # TRL's forward makes the router's loss; its own scores are replaced.
+            seen: list[torch.Tensor] = []
+            hook = self.model.base_model.register_forward_hook(lambda m, a, out: seen.append(out.last_hidden_state))
+            try:
+                output = inner(*args, **kwargs)
+            finally:
+                hook.remove()
+            hidden = seen[-1]
+        else:
+            del kwargs["fused_lm_head"], kwargs["labels"]
+            kwargs.setdefault("use_cache", False)
+            hidden = self.model.base_model(*args, **kwargs).last_hidden_state
+            output = FusedCausalLMOutput()
+        scores = self._consumer(self.head(hidden))
+        output["loss"], output["log_probs"], output["entropy"] = scores.loss, scores.log_probs, scores.entropy
         return output
 
     @contextmanager
-    def consume(self, consumer: Callable[[TokenHead], None]) -> Iterator[None]:
+    def consume(self, consumer: Consumer) -> Iterator[None]:
         """Within the context, hand each forward's head, with hidden states of shape `(B, L, H)`, to `consumer`."""
         previous, self._consumer = self._consumer, consumer
         try:
             yield
         finally:
             self._consumer = previous
+
+    @contextmanager
+    def capture(self) -> Iterator[list[TokenHead]]:
+        """Within the context, collect the heads and project nothing."""
+        heads: list[TokenHead] = []
+
+        def keep(head: TokenHead) -> TapScores:
+            heads.append(head)
+            nothing = head.hidden.new_zeros(head.hidden.shape[0], head.hidden.shape[1] - 1)
+            return TapScores(nothing.sum(), nothing, nothing)
+
+        with self.consume(keep):
+            yield heads

@@ -1,4 +1,4 @@
-"""From one value per token to one scalar.
+"""How much each token counts: from one value per token to one scalar.
 
 Knows: masks, TRL's `loss_type`s, counts. Deliberately does not know: models, teachers, trainers.
 """
@@ -29,9 +29,11 @@ class Normalizer:
     max_length: int
 
 
-def aggregate(per_token: torch.Tensor, active: torch.Tensor, loss_type: str, norm: Normalizer) -> torch.Tensor:
+def token_coefficients(active: torch.Tensor, loss_type: str, norm: Normalizer) -> torch.Tensor:
     """
-    Aggregate by TRL's `loss_type`, counting only active tokens and the rows that have one.
+    What each token's value counts in the loss, by TRL's `loss_type`, counting only active tokens and their rows.
+
+    The loss is `(coefficients * values).sum()`:
 
     - `dapo`, `cispo`, `vespo`: mean over all active tokens of the accumulated batch;
     - `grpo`, `sapo`: mean over rows of each row's token mean;
@@ -41,23 +43,23 @@ def aggregate(per_token: torch.Tensor, active: torch.Tensor, loss_type: str, nor
     All but `bnpo` are the same for one batch of 8, two of 4 accumulated, and two processes.
 
     Args:
-        per_token (`torch.Tensor`): Shape `(B, T)`, zero where inactive.
         active (`torch.Tensor`): bool of shape `(B, T)`: completion x tool mask x feedback available.
         loss_type (`str`): One of the above.
         norm ([`Normalizer`]): Counts.
 
     Returns:
-        `torch.Tensor`: shape `()`, ready for `backward`; zero and attached to the graph if nothing is active.
+        `torch.Tensor`: float32 of shape `(B, T)`, zero where inactive.
     """
     rows = norm.rows.clamp(min=1) * norm.share
+    weights = active.float()
     if loss_type in ("dapo", "cispo", "vespo"):
-        return per_token.sum() / (norm.tokens.clamp(min=1) * norm.share)
+        return weights / (norm.tokens.clamp(min=1) * norm.share)
     if loss_type in ("grpo", "sapo"):
-        return (per_token.sum(-1) / active.sum(-1).clamp(min=1)).sum() / rows
+        return weights / active.sum(-1, keepdim=True).clamp(min=1) / rows
     if loss_type == "dr_grpo":
-        return per_token.sum() / (rows * norm.max_length)
+        return weights / (rows * norm.max_length)
     if loss_type == "luspo":
-        return per_token.sum() / rows
+        return weights / rows
     if loss_type == "bnpo":
-        return per_token.sum() / active.sum().clamp(min=1) / norm.accumulation
+        return weights / active.sum().clamp(min=1) / norm.accumulation
     raise ValueError(f"Unknown `loss_type`: {loss_type!r}.")

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from .callbacks import HealthMonitor
 from .divergence import DivergenceSpec
-from .heads import TokenValues
+from .scores import TokenScores
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,16 @@ TOKEN_METRICS = ("divergence", "teacher_student_gap", "student_entropy", "teache
 
 
 @torch.no_grad()
-def token_sums(values: TokenValues, clipped: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+def token_sums(scores: TokenScores, spec: DivergenceSpec) -> torch.Tensor:
     """
     Sums over the scored tokens in the order of `TOKEN_METRICS`, then their count: float64, shape `(6,)`.
 
     The gap is `log p_T - log p_S` of the sampled token: what the feedback tells the teacher about it. In the
     sampled-token mode the divergence shown is its one-sample estimate, minus the gap.
     """
-    gap = values.teacher_log_prob - values.student_log_prob
-    shown = -gap if spec.mode == "sampled_token" else values.divergence
-    columns = (shown, gap, values.student_entropy, values.teacher_entropy, clipped, torch.ones_like(gap))
+    gap = scores.teacher_log_prob - scores.log_prob.detach()
+    shown = -gap if spec.mode == "sampled_token" else scores.divergence
+    columns = (shown, gap, scores.entropy, scores.teacher_entropy, scores.clipped, torch.ones_like(gap))
     return torch.stack([column.double().sum() for column in columns])
 
 

@@ -5,6 +5,7 @@ unless a name says `all`.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,30 +58,36 @@ def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | No
 
 def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
     """
-    What reward functions gave to `log_extra("feedback", ...)`: one list per full round over the rollouts.
+    What reward functions gave to `log_extra("feedback", ...)`: one list per round over the rollouts.
+
+    A round is one call with a text per rollout, or several calls that add up to exactly that.
 
     Args:
         calls (`Sequence`): The values of each call, in order.
         count (`int`): Number of rollouts.
     """
     source = "`log_extra('feedback', ...)`"
-    values: list[Any] = []
+    rounds: list[list[Any]] = [[]]
     for call in calls:
         if isinstance(call, str):
-            raise TypeError(
-                f"{source} needs a list with one `str` or `None` per rollout, got one `str`: {call[:80]!r}."
-            )
-        values.extend(call)
-    if len(values) % count:
-        check_texts(values, count, source)
-    return [check_texts(values[i : i + count], count, source) for i in range(0, len(values), count)]
+            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got a `str`: {call[:80]!r}.")
+        if len(rounds[-1]) == count:
+            rounds.append([])
+        rounds[-1].extend(call)
+        if len(rounds[-1]) > count:
+            break
+    return [check_texts(values, count, source) for values in rounds if values]
 
 
 def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
     """The `feedback` of each rollout's environment; `None` without environments."""
     if environments is None:
         return None
-    texts = [environment.feedback if hasattr(environment, "feedback") else None for environment in environments]
+
+    def declares(environment: Any) -> bool:  # without running a property, whose own error must not pass for "none"
+        return inspect.getattr_static(environment, "feedback", None) is not None
+
+    texts = [environment.feedback if declares(environment) else None for environment in environments]
     return check_texts(texts, len(texts), "The environments' `feedback`")
 
 

@@ -147,6 +147,16 @@ class Teacher:
     def step_finished(self, global_step: int, batch_finished: bool) -> None:
         """Called after each optimizer step; moves the weights if it is time."""
 
+    def rests_within(self, steps_per_batch: float, *, lives: bool) -> bool:
+        """
+        Whether the weights stay the same while one rollout batch is trained on.
+
+        Args:
+            steps_per_batch (`float`): Optimizer steps per rollout batch, `> 0`.
+            lives (`bool`): Whether the model is the student, which moves with each of them.
+        """
+        return not lives or steps_per_batch <= 1
+
 
 class StoredTeacher(Teacher):
     """
@@ -175,6 +185,10 @@ class StoredTeacher(Teacher):
         due = batch_finished if self._every is None else global_step % self._every == 0
         if due and self._rate > 0.0:
             self.store.move(self._rate)
+
+    def rests_within(self, steps_per_batch: float, *, lives: bool) -> bool:
+        """See [`Teacher.rests_within`]."""
+        return self._rate == 0.0 or self._every is None or steps_per_batch <= 1 or self._every % steps_per_batch == 0
 
 
 class TrustRegionTeacher(StoredTeacher):

@@ -3,10 +3,12 @@
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import gather_object, is_peft_model
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
@@ -20,15 +22,17 @@ from trl.trainer.utils import (
 
 from . import rollouts as rollout_rules
 from .arguments import check_arguments
+from .batches import take_rows, trim_padding, vision_inputs
 from .callbacks import HealthMonitor, TeacherUpdateCallback
 from .config import SDPOConfig
-from .divergence import importance_ratio
 from .external import load_external_teacher, prepare_external_teacher
-from .heads import HeadTap, MixedHead, TokenHead, TokenValues, predicting, token_values
-from .loss import Normalizer, aggregate
+from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
+from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
 from .rollouts import Rollouts, Routing
+from .scores import ScoreRequest, TokenScores, score_tokens
 from .teacher import Teacher, WeightStore, build_teacher, evaluation_mode
+from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
 
@@ -125,27 +129,37 @@ class SDPOTrainer(GRPOTrainer):
             atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
 
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        self._tap = self._teacher_tap = HeadTap(base, self.temperature, position_ids_from_mask=not self._is_vlm)
+        self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
             self._stores["initial_policy"] = WeightStore(self.model)
         if teacher_model is None:
             self._teacher = build_teacher(self.model, args, self._stores)
         else:
-            self._teacher = self._external_teacher(teacher_model)
+            self._teacher, teacher_tap = self._external_teacher(teacher_model)
+        steps_per_batch = args.steps_per_generation * self.num_iterations / args.gradient_accumulation_steps
+        once = self._teacher.rests_within(steps_per_batch, lives=teacher_model is None)
+        self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches))
         self._prompt_builder = TeacherPromptBuilder(self)
         self._sums = MetricSums(
             self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
         )
 
-    def _external_teacher(self, model: "str | PreTrainedModel") -> Teacher:
+    def _make_tap(self, model: PreTrainedModel) -> HeadTap:
+        return HeadTap(
+            model,
+            self.temperature,
+            position_ids_from_mask=not self._is_vlm,
+            cast_to_fp32=self.args.cast_lm_head_to_fp32,
+        )
+
+    def _external_teacher(self, model: "str | PreTrainedModel") -> tuple[Teacher, HeadTap]:
         loaded = load_external_teacher(
             model, self.args.teacher_model_init_kwargs, self._tokenizer, self.args.trust_remote_code
         )
         prepared = prepare_external_teacher(loaded, self.temperature, self)
-        self._teacher_tap = HeadTap(loaded, self.temperature, position_ids_from_mask=not self._is_vlm)
-        return Teacher(prepared)
+        return Teacher(prepared), self._make_tap(loaded)
 
     def _finished_rollout_batches(self) -> int:
         return self._step // (self.args.steps_per_generation * self.num_iterations)
@@ -250,12 +264,13 @@ class SDPOTrainer(GRPOTrainer):
         if self.log_completions:
             texts = [text if hint is not None else None for text, hint in zip(built.texts, routing.hints, strict=True)]
             self._logs["extra"]["teacher_prompt"].extend(gather_object(texts))
-        return {
+        rows = {
             "feedback_available": available,
             "active_tokens": counts[0],
             "active_rows": counts[1],
             **{key: value.to(device) for key, value in built.tensors.items()},
         }
+        return {**rows, **self._teacher_pass.cached({**output, **rows}, active.any(dim=1))}
 
     def _initial_log_probs(self, output: dict[str, Any]) -> torch.Tensor:
         """TRL's reference log-probabilities, of the policy as it was at the start."""
@@ -265,7 +280,7 @@ class SDPOTrainer(GRPOTrainer):
         size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
         with evaluation_mode(self.model), self._stores["initial_policy"].applied():
             log_probs, _, _ = self._get_per_token_logps_and_entropies(
-                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size, **_vision_inputs(output)
+                self.model, ids, mask, output["completion_ids"].size(1), batch_size=size, **vision_inputs(output)
             )
         return log_probs
 
@@ -280,28 +295,64 @@ class SDPOTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self._distills:
             return super()._compute_loss(model, inputs)
+        inputs = self._needed(inputs)
         active = self._loss_mask(inputs) & inputs["feedback_available"][:, None]  # (B, T)
-        teacher = self._teacher_head(inputs, active)
-        sampled = inputs["completion_ids"][active]  # (n,)
-        scored: list[TokenValues] = []
+        teacher = self._teacher_pass.head(inputs, active)
+        scored: list[TokenScores] = []
 
-        def score(head: TokenHead) -> None:
-            student = predicting(head, active)
-            scored.append(token_values(student, teacher, sampled, self.args.divergence))
+        def score(head: TokenHead) -> TapScores:
+            scores, result = self._score_student(head, teacher, inputs, active)
+            scored.append(scores)
+            return result
 
         with self._tap.consume(score):
             policy_loss = super()._compute_loss(model, self._policy_inputs(inputs))
-        values = scored[0]
-        old = inputs.get("old_per_token_logps")
-        ratio, clipped = importance_ratio(
-            values.student_log_prob, None if old is None else old[active], self.args.distillation_is_clip
+        self._sums.add_tokens(self._mode, token_sums(scored[0], self.args.divergence))
+        return policy_loss + self.args.distillation_weight * scored[0].loss
+
+    def _score_student(
+        self, head: TokenHead, teacher: "TokenHead | MixedHead", inputs: dict[str, Any], active: torch.Tensor
+    ) -> tuple[TokenScores, TapScores]:
+        """Everything the loss needs from the student's one forward: the distilled tokens, then the others."""
+        others = inputs["completion_mask"].bool() & ~active  # TRL also asks for what tools wrote
+        old, correction = inputs.get("old_per_token_logps"), inputs.get("importance_sampling_ratio")
+        coefficients = token_coefficients(active, self.loss_type, self._normalizer(inputs))
+        if correction is not None:  # TRL's correction for its sampler: (B, T) or (B, 1)
+            coefficients = coefficients * correction
+        request = ScoreRequest(
+            inputs["completion_ids"][active],
+            self.args.divergence,
+            coefficients[active],
+            None if old is None else old[active],
+            self.args.distillation_is_clip,
+            policy_gradient=self._has_policy_term,
+            entropy_gradient=self._entropy_bonus_enabled,
         )
-        if "importance_sampling_ratio" in inputs:  # TRL's correction for its sampler: (B, T) or (B, 1)
-            ratio = ratio * inputs["importance_sampling_ratio"].expand(active.shape)[active]
-        per_token = values.divergence.new_zeros(active.shape).masked_scatter(active, values.divergence * ratio)
-        loss = aggregate(per_token, active, self.loss_type, self._normalizer(inputs))
-        self._sums.add_tokens(self._mode, token_sums(values, clipped, self.args.divergence))
-        return policy_loss + self.args.distillation_weight * loss
+        distilled = score_tokens(predicting(head, active), teacher, request, self.args.distillation_impl)
+        policy = replace(request, token_ids=inputs["completion_ids"][others], coefficients=None, old_log_probs=None)
+        rest = score_tokens(predicting(head, others), None, policy, self.args.distillation_impl)
+        padding = head.hidden.size(1) - 1 - active.size(1)
+
+        def place(name: str) -> torch.Tensor:  # (B, L - 1)
+            values = rest.log_prob.new_zeros(active.shape)
+            values = values.masked_scatter(active, getattr(distilled, name))
+            return F.pad(values.masked_scatter(others, getattr(rest, name)), (padding, 0))
+
+        return distilled, TapScores(distilled.loss + rest.loss, place("log_prob"), place("entropy"))
+
+    @property
+    def _has_policy_term(self) -> bool:
+        return self.args.distillation_weight < 1.0 or self.beta != 0.0
+
+    def _needed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Without a policy term, the rows that are distilled; at least one, so that every process runs the same."""
+        if vision_inputs(inputs):
+            return inputs  # images are not aligned with rows
+        if not (self._has_policy_term or self._entropy_bonus_enabled or self.aux_loss_enabled):
+            active = self._loss_mask(inputs) & inputs["feedback_available"][:, None]
+            rows = active.any(dim=1).nonzero().squeeze(1)
+            inputs = take_rows(inputs, rows if rows.numel() else rows.new_zeros(1))
+        return trim_padding(inputs)
 
     def _policy_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """TRL's inputs with its advantages at their share: every `loss_type` is linear in them for one sign."""
@@ -312,32 +363,6 @@ class SDPOTrainer(GRPOTrainer):
             # Zero times the ratio of a very stale token would be zero times infinity.
             scaled.pop("old_per_token_logps", None)
         return scaled
-
-    def _teacher_head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
-        """Score the sampled tokens under the teacher's prompt; every process makes the same forwards."""
-        rows = active.any(dim=1).nonzero().squeeze(1)
-        vision = _vision_inputs(inputs)
-        if vision:
-            rows = torch.arange(active.size(0), device=active.device)  # images are not aligned with rows
-        elif rows.numel() == 0:
-            rows = torch.zeros(1, dtype=torch.long, device=active.device)
-        prompt_mask = inputs["teacher_prompt_mask"][rows]
-        start = int(prompt_mask.any(dim=0).int().argmax())  # padding that all rows share
-        ids = torch.cat([inputs["teacher_prompt_ids"][rows, start:], inputs["completion_ids"][rows]], dim=1)
-        mask = torch.cat([prompt_mask[:, start:], inputs["completion_mask"][rows]], dim=1)
-        for key in ("token_type_ids", "mm_token_type_ids"):
-            if key in vision:
-                vision[key] = torch.cat(
-                    [inputs[f"teacher_{key}"][:, start:], vision[key][:, -active.size(1) :]], dim=1
-                )
-
-        def run(model: torch.nn.Module) -> TokenHead:
-            heads: list[TokenHead] = []
-            with self._teacher_tap.consume(heads.append):
-                self._get_per_token_logps_and_entropies(model, ids, mask, active.size(1), **vision)
-            return predicting(heads[0], active[rows])
-
-        return self._teacher.head(run)
 
     def _normalizer(self, inputs: dict[str, Any]) -> Normalizer:
         share = 1.0 / self.accelerator.num_processes
@@ -406,14 +431,3 @@ def _no_reference(args: SDPOConfig, active: bool) -> Iterator[None]:
     """Keep TRL from building a reference model while it sets up."""
     with _attribute(args, "beta", 0.0 if active else args.beta):
         yield
-
-
-def _vision_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """What a vision model's forward needs beside the ids; empty for text."""
-    if "pixel_values" not in inputs:
-        return {}
-    names = (
-        "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-        "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-    )  # fmt: skip
-    return {name: inputs[name] for name in names if name in inputs}

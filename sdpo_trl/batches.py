@@ -1,0 +1,44 @@
+"""Views of TRL's row-aligned batch: fewer rows, less padding, the parts that vision models need.
+
+Knows: the keys of the batch. Deliberately does not know: models, losses.
+"""
+
+from typing import Any
+
+import torch
+
+_PROMPT = (("prompt_ids", "prompt_mask"), ("teacher_prompt_ids", "teacher_prompt_mask"))
+_COMPLETION = (
+    "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
+    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "teacher_hidden",
+)  # fmt: skip
+_VISION = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+def vision_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a vision model's forward needs beside the ids; empty for text."""
+    return {name: batch[name] for name in _VISION if name in batch} if "pixel_values" in batch else {}
+
+
+def take_rows(batch: dict[str, Any], rows: torch.Tensor) -> dict[str, Any]:
+    """The batch of some rows, int64 of shape `(R,)`; counts of shape `()` stay. Not for batches with images."""
+    return {key: value[rows.to(value.device)] if value.dim() > 0 else value for key, value in batch.items()}
+
+
+def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """Cut the padding that all rows share: left of the prompts, right of the completions. Not for images."""
+    trimmed = dict(batch)
+    for ids, mask in _PROMPT:
+        if mask in batch:
+            start = int(batch[mask].bool().any(dim=0).int().argmax())
+            trimmed[ids], trimmed[mask] = batch[ids][:, start:], batch[mask][:, start:]
+    width = batch["completion_mask"].size(1)
+    used = batch["completion_mask"].bool().any(dim=0).nonzero()
+    end = int(used[-1]) + 1 if used.numel() else 1
+    for key in _COMPLETION:
+        if key in batch and batch[key].dim() > 1 and batch[key].size(1) == width:
+            trimmed[key] = batch[key][:, :end]
+    return trimmed

@@ -1,0 +1,235 @@
+"""Running the teacher: only the rows that have feedback, once per rollout batch where it can, shared prefixes once.
+
+Knows: forwards, caches, padding. Deliberately does not know: what the teacher is told, losses.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from .batches import vision_inputs
+from .heads import HeadTap, MixedHead, TokenHead
+from .teacher import Teacher, TrustRegionTeacher
+
+logger = logging.getLogger(__name__)
+
+# Hidden states of a rollout batch that may stay on the accelerator; larger ones wait in host memory.
+_DEVICE_BYTES = 1 << 30
+# Sharing must save this share of the tokens to be worth a second forward.
+_WORTH = 0.9
+
+
+@dataclass(frozen=True)
+class PrefixPlan:
+    """
+    Which beginnings of `R` prompts are encoded once.
+
+    Args:
+        prefixes (`list[list[int]]`): One per group.
+        group (`list[int]`): The group of each row.
+        rests (`list[list[int]]`): What follows in each row's prompt, at least one token.
+    """
+
+    prefixes: list[list[int]]
+    group: list[int]
+    rests: list[list[int]]
+
+    def tokens(self, completion_length: int) -> int:
+        """Positions that the two forwards compute, padding included."""
+        longest_prefix, longest_rest = max(map(len, self.prefixes)), max(map(len, self.rests))
+        return len(self.prefixes) * longest_prefix + len(self.rests) * (longest_rest + completion_length)
+
+
+def plan_prefixes(prompts: Sequence[Sequence[int]], keys: Sequence[Any]) -> PrefixPlan | None:
+    """
+    The longest common beginning of the prompts that share a key, leaving each at least one token of its own.
+
+    Args:
+        prompts (`Sequence[Sequence[int]]`): Token ids without padding.
+        keys (`Sequence`): One hashable per row, say the student's prompt; prompts with one key are likely to begin
+        alike.
+
+    Returns:
+        [`PrefixPlan`] or `None`: `None` if a group has no common beginning.
+    """
+    members: dict[Any, list[int]] = {}
+    for row, key in enumerate(keys):
+        members.setdefault(key, []).append(row)
+    prefixes, group, rests = [], [0] * len(prompts), [[]] * len(prompts)
+    for index, rows in enumerate(members.values()):
+        shortest = min(len(prompts[row]) for row in rows)
+        first = prompts[rows[0]]
+        length = next((i for i in range(shortest) if any(prompts[row][i] != first[i] for row in rows)), shortest)
+        length = min(length, shortest - 1)
+        if length < 1:
+            return None
+        prefixes.append(list(first[:length]))
+        for row in rows:
+            group[row], rests[row] = index, list(prompts[row][length:])
+    return PrefixPlan(prefixes, group, rests)
+
+
+def _pad_left(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, int64 of shape `(R, longest)`."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def shares_prefixes(model: Any) -> bool:
+    """Whether a cache of keys and values can stand for a prefix: full attention in every layer, with a plain mask."""
+    config = model.config.get_text_config()
+    values = config.to_dict()
+    plain = all(kind == "full_attention" for kind in values.get("layer_types") or [])
+    windowed = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
+    known = config._attn_implementation in ("eager", "sdpa")
+    return plain and not windowed and known and not values.get("is_encoder_decoder") and model._supports_sdpa
+
+
+class TeacherPass:
+    """
+    Args:
+        trainer ([`SDPOTrainer`]): Runs the forwards.
+        teacher ([`Teacher`]): Whose weights.
+        tap ([`HeadTap`]): Of the teacher's model.
+        once_per_batch (`bool`): The teacher does not move within a rollout batch, so its hidden states are made with
+        the
+            batch and travel with the rows, as TRL's reference log-probabilities do.
+    """
+
+    def __init__(self, trainer: Any, teacher: Teacher, tap: HeadTap, once_per_batch: bool) -> None:
+        self._trainer = trainer
+        self._teacher = teacher
+        self._tap = tap
+        self._once = once_per_batch and not isinstance(teacher, TrustRegionTeacher)
+        self._shares = not trainer._is_vlm and shares_prefixes(tap.model)
+        self._verified = False
+
+    def cached(self, output: dict[str, Any], available: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        The hidden states that predict the answers' tokens, `teacher_hidden` of shape `(B, T, H)`, if they can be made
+        now.
+
+        Args:
+            output (`dict`): TRL's batch with the teacher's prompts.
+            available (`torch.Tensor`): bool of shape `(B,)`; other rows stay zero.
+        """
+        if not self._once or vision_inputs(output):
+            return {}
+        trainer = self._trainer
+        training = trainer.model.training
+        size = trainer.args.per_device_train_batch_size if training else trainer.args.per_device_eval_batch_size
+        rows = available.nonzero().squeeze(1)
+        chunks = torch.tensor(-(-rows.numel() // size), device=available.device)
+        chunks = int(trainer.accelerator.gather(chunks.reshape(1)).max())  # as many forwards on every process
+        made: list[torch.Tensor] = []
+        for index in range(chunks):
+            chosen = rows[index * size : (index + 1) * size]
+            filled = chosen if chosen.numel() else rows.new_zeros(1)
+            head = self._teacher.head(lambda model, filled=filled: self._tap.head(self._hidden(model, output, filled)))
+            made.append(head.hidden[: chosen.numel()])
+        if not chunks:
+            return {}
+        states = torch.cat(made)
+        hidden = states.new_zeros(available.numel(), *states.shape[1:])
+        hidden[rows] = states
+        return {"teacher_hidden": hidden if hidden.nbytes <= _DEVICE_BYTES else hidden.cpu()}
+
+    def head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
+        """
+        The teacher's head over the active tokens; every process makes the same forwards.
+
+        Args:
+            inputs (`dict`): A micro-batch.
+            active (`torch.Tensor`): bool of shape `(B, T)`.
+        """
+        cached = inputs.get("teacher_hidden")
+        rows = active.any(dim=1).nonzero().squeeze(1)
+        if vision_inputs(inputs):
+            rows = torch.arange(active.size(0), device=active.device)  # images are not aligned with rows
+        elif rows.numel() == 0:
+            rows = rows.new_zeros(1)
+
+        def run(model: torch.nn.Module) -> TokenHead:
+            with self._trainer.accelerator.autocast():
+                if cached is not None:
+                    return self._tap.head(cached[active.to(cached.device)].to(active.device))
+                return self._tap.head(self._hidden(model, inputs, rows)[active[rows]])
+
+        return self._teacher.head(run)
+
+    def _hidden(self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
+        """The states that predict the answers' tokens of some rows, `(R, T, H)`, by the cheaper way."""
+        plan = self._plan(inputs, rows) if self._shares else None
+        if not self._is_worth_sharing(inputs, rows, plan):
+            return self._plain_hidden(model, inputs, rows)
+        hidden = self._shared_hidden(model, inputs, rows, plan)
+        if not self._verified:
+            self._verified = True
+            truth = self._plain_hidden(model, inputs, rows)
+            used = inputs["completion_mask"][rows].bool()
+            scale = truth[used].abs().max().clamp(min=1e-6) if used.any() else truth.new_ones(())
+            error = ((hidden - truth)[used].abs().max() / scale).float() if used.any() else truth.new_zeros(())
+            limit = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
+            if self._trainer.accelerator.gather(error.reshape(1)).max().item() > limit:
+                logger.warning("SDPO: this model's cached prefixes are not exact, so they are not shared.")
+                self._shares = False
+                return truth
+        return hidden
+
+    def _is_worth_sharing(self, inputs: dict[str, Any], rows: torch.Tensor, plan: PrefixPlan | None) -> bool:
+        """Whether sharing saves enough over all processes, which all decide alike."""
+        if not self._shares:
+            return False
+        length = inputs["completion_ids"].size(1)
+        plain = rows.numel() * int(inputs["teacher_prompt_mask"][rows].sum(1).max() + length)
+        shared = float("inf") if plan is None else plan.tokens(length)
+        costs = torch.tensor([shared, plain], device=rows.device, dtype=torch.float32)
+        shared, plain = self._trainer.accelerator.reduce(costs, reduction="sum").tolist()
+        return shared <= _WORTH * plain
+
+    def _plan(self, inputs: dict[str, Any], rows: torch.Tensor) -> PrefixPlan | None:
+        chosen = rows.tolist()
+        prompts = [
+            inputs["teacher_prompt_ids"][row][inputs["teacher_prompt_mask"][row].bool()].tolist() for row in chosen
+        ]
+        keys = [tuple(inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()) for row in chosen]
+        return plan_prefixes(prompts, keys)
+
+    def _plain_hidden(self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
+        vision = vision_inputs(inputs)
+        length = inputs["completion_ids"].size(1)
+        prompt_mask = inputs["teacher_prompt_mask"][rows]
+        start = int(prompt_mask.any(dim=0).int().argmax())  # padding that all rows share
+        ids = torch.cat([inputs["teacher_prompt_ids"][rows, start:], inputs["completion_ids"][rows]], dim=1)
+        mask = torch.cat([prompt_mask[:, start:], inputs["completion_mask"][rows]], dim=1)
+        for key in ("token_type_ids", "mm_token_type_ids"):
+            if key in vision:
+                vision[key] = torch.cat([inputs[f"teacher_{key}"][:, start:], vision[key][:, -length:]], dim=1)
+        with self._tap.capture() as heads:
+            self._trainer._get_per_token_logps_and_entropies(model, ids, mask, length, **vision)
+        return heads[0].hidden[:, -length - 1 : -1]
+
+    def _shared_hidden(
+        self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor, plan: PrefixPlan
+    ) -> torch.Tensor:
+        """Two forwards: the distinct prefixes, then each row's rest and answer on top of its prefix' cache."""
+        length = inputs["completion_ids"].size(1)
+        prefix_ids, prefix_mask = _pad_left(plan.prefixes, rows.device)
+        rest_ids, rest_mask = _pad_left(plan.rests, rows.device)
+        group = torch.tensor(plan.group, device=rows.device)
+        cache = DynamicCache(config=self._tap.model.config)
+        options = {"past_key_values": cache, "use_cache": True, "fused_lm_head": True, "labels": None}
+        with self._trainer.accelerator.autocast(), self._tap.capture() as heads:
+            model(input_ids=prefix_ids, attention_mask=prefix_mask, **options)
+            cache.batch_select_indices(group)
+            mask = torch.cat([prefix_mask[group], rest_mask, inputs["completion_mask"][rows]], dim=1)
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix_ids.size(1) :]
+            ids = torch.cat([rest_ids, inputs["completion_ids"][rows]], dim=1)
+            model(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+        return heads[1].hidden[:, -length - 1 : -1]
