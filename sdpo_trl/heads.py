@@ -77,9 +77,11 @@ class TokenHead:
     def logits(self, vocab_size: int) -> torch.Tensor:
         """The first `vocab_size` logits, `(n, vocab_size)`, divided by the temperature, in float32 or better."""
         weight = self.weight[:vocab_size].to(self.matmul_dtype)
-        bias = None if self.bias is None else self.bias[:vocab_size].to(self.matmul_dtype)
         with torch.autocast(self.hidden.device.type, enabled=False):
-            logits = upcast(F.linear(self.hidden.to(self.matmul_dtype), weight, bias)) * self.scale
+            logits = upcast(F.linear(self.hidden.to(self.matmul_dtype), weight))
+        if self.bias is not None:
+            logits = logits + self.bias[:vocab_size]
+        logits = logits * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature

@@ -53,6 +53,7 @@ class MetricSums:
         self._health = health
         self._tokens: dict[str, torch.Tensor] = {}
         self._rows: dict[str, dict[str, float]] = {"train": defaultdict(float), "eval": defaultdict(float)}
+        self._shares: dict[str, dict[str, float]] = {}
         self._scored = torch.zeros(len(TOKEN_METRICS) + 1, dtype=torch.float64)  # since the last training batch
 
     def add_tokens(self, mode: str, sums: torch.Tensor) -> None:
@@ -90,14 +91,17 @@ class MetricSums:
                 logger.warning(warning)
 
     def flush(self, mode: str) -> dict[str, float]:
-        """The means since the last call, with the same keys whenever a batch was made in between; else nothing."""
+        """
+        The means since the last call; nothing if nothing was trained on or sampled since.
+
+        The keys are always the same: while a rollout batch is trained on further, its shares still hold.
+        """
         rows = self._rows[mode]
-        if not rows:
+        if not rows and mode not in self._tokens:
             return {}
-        means = {f"sdpo/{name}": rows[name] / rows["rollouts"] for name in BATCH_METRICS}
-        rows.clear()
+        if rows:
+            self._shares[mode] = {f"sdpo/{name}": rows[name] / rows["rollouts"] for name in BATCH_METRICS}
+            rows.clear()
         *totals, count = self._tokens.pop(mode, torch.zeros_like(self._scored)).tolist()
-        means.update(
-            {f"sdpo/{name}": total / max(count, 1.0) for name, total in zip(TOKEN_METRICS, totals, strict=True)}
-        )
-        return means
+        means = {f"sdpo/{name}": total / max(count, 1.0) for name, total in zip(TOKEN_METRICS, totals, strict=True)}
+        return {**self._shares[mode], **means}

@@ -3,6 +3,7 @@
 Knows: forwards, caches, padding. Deliberately does not know: what the teacher is told, losses.
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,6 +110,9 @@ class TeacherPass:
         self._once = once_per_batch and not isinstance(teacher, TrustRegionTeacher)
         self._shares = not trainer._is_vlm and shares_prefixes(tap.model)
         self._verified = False
+        # Newer versions of transformers call it `cache`, and deprecate the older name.
+        accepted = inspect.signature(type(tap.model.base_model).forward).parameters
+        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
     def cached(self, output: dict[str, Any], available: torch.Tensor) -> dict[str, torch.Tensor]:
         """
@@ -224,7 +228,7 @@ class TeacherPass:
         rest_ids, rest_mask = _pad_left(plan.rests, rows.device)
         group = torch.tensor(plan.group, device=rows.device)
         cache = DynamicCache(config=self._tap.model.config)
-        options = {"past_key_values": cache, "use_cache": True, "fused_lm_head": True, "labels": None}
+        options = {self._cache_argument: cache, "use_cache": True, "fused_lm_head": True, "labels": None}
         with self._trainer.accelerator.autocast(), self._tap.capture() as heads:
             model(input_ids=prefix_ids, attention_mask=prefix_mask, **options)
             cache.batch_select_indices(group)
