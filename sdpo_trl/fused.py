@@ -245,7 +245,7 @@ def _score_chunk(plan: FusedPlan, buffers: _Buffers, tokens: slice, saved: dict[
     if isinstance(teacher, MixedHead):
         teacher.base.logits_into(tokens, buffers.teacher[:size])
         teacher.live.logits_into(tokens, buffers.mixed[:size])
-        buffers.teacher[:size].lerp_(buffers.mixed[:size], teacher.mix)
+        teacher.combine_(buffers.teacher[:size], buffers.mixed[:size])
     elif teacher is not None:
         teacher.logits_into(tokens, buffers.teacher[:size])
     for first in range(0, size, buffers.block):

@@ -173,7 +173,15 @@ class MixedHead:
 
     def logits(self, vocab_size: int) -> torch.Tensor:
         """See [`TokenHead.logits`]."""
-        return torch.lerp(self.base.logits(vocab_size), self.live.logits(vocab_size), self.mix)
+        return self.combine_(self.base.logits(vocab_size), self.live.logits(vocab_size))
+
+    def combine_(self, base: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+        """Mix two sets of logits in place of the first; an item that is -inf on both sides stays so."""
+        if self.mix == 0.0:
+            return base
+        if self.mix == 1.0:
+            return base.copy_(live)
+        return base.mul_(1 - self.mix).add_(live, alpha=self.mix)
 
 
 @dataclass(frozen=True)

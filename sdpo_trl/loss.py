@@ -16,8 +16,8 @@ class Normalizer:
     Args:
         tokens (`torch.Tensor`): Active tokens of the whole rollout batch, all processes, shape `()`.
         rows (`torch.Tensor`): Rows with an active token, counted likewise, shape `()`.
-        share (`float`): What part of those this micro-batch stands for when the micro-batches of an optimizer step and
-            the processes are averaged: `accumulation_steps / steps_per_generation / processes` in training.
+        share (`float`): What part of those one optimizer step's micro-batches, which are summed, and one process, of
+            which the mean is taken, stand for: `accumulation_steps / steps_per_generation / processes` in training.
         accumulation (`int`): Micro-batches per optimizer step, for the types that average each of them by itself.
         max_length (`int`): The constant length of `"dr_grpo"`.
     """

@@ -133,6 +133,8 @@ def teacher_prompt(prompt: Prompt, hint: Hint, templates: Templates, placement: 
         if placement == "append":
             return prompt + reprompt_text("", hint, templates)
         return reprompt_text(prompt, hint, templates)
+    if not prompt:
+        raise ValueError("A chat prompt needs at least one message, got an empty list.")
     last = prompt[-1]
     if placement == "append" or last["role"] != "user":
         return [*prompt, {"role": "user", "content": reprompt_text("", hint, templates)}]

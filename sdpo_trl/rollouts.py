@@ -80,15 +80,20 @@ def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
 
 
 def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
-    """The `feedback` of each rollout's environment; `None` without environments."""
+    """The `feedback` of each rollout's environment, `None` where it has no such attribute; `None` without any."""
     if environments is None:
         return None
 
-    def declares(environment: Any) -> bool:  # without running a property, whose own error must not pass for "none"
-        return inspect.getattr_static(environment, "feedback", None) is not None
+    def text_of(environment: Any) -> Any:
+        try:
+            return environment.feedback
+        except AttributeError:
+            # A property that breaks is no environment without feedback.
+            if inspect.getattr_static(environment, "feedback", None) is not None:
+                raise
+            return None
 
-    texts = [environment.feedback if declares(environment) else None for environment in environments]
-    return check_texts(texts, len(texts), "The environments' `feedback`")
+    return check_texts([text_of(x) for x in environments], len(environments), "The environments' `feedback`")
 
 
 def function_texts(
@@ -106,6 +111,9 @@ def function_texts(
         raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
     texts = func(prompts, completions, rewards, **columns)
     if asyncio.iscoroutine(texts):
+        if loop is None:
+            texts.close()
+            raise TypeError("`feedback_func` gave a coroutine, but is no `async def` function. Declare it so.")
         texts = asyncio.run_coroutine_threadsafe(texts, loop).result()
     return check_texts(texts, len(prompts), "`feedback_func`")
 
@@ -164,7 +172,8 @@ def route(
     """
     Apply [`select_feedback`] to the global batch and turn this process' slice into hints.
 
-    A worked solution of the dataset is shown where the group has no success of its own to show.
+    A worked solution of the dataset is shown where the group has no success of its own to show (none succeeded, their
+    demonstrations are unusable, or `use_successful_as_teacher` is off).
 
     Args:
         rollouts ([`Rollouts`]): The local rows.
@@ -180,19 +189,20 @@ def route(
     shown &= rule.use_successful_as_teacher
     questions = torch.arange(shown.numel(), device=device) // group_size
     rich = all_rich & rule.include_feedback
-    index, _ = select_feedback(questions, shown, rich, exclude_self=rule.exclude_self)
+    index, available = select_feedback(questions, shown, rich, exclude_self=rule.exclude_self)
     group_shows = shown.view(-1, group_size).any(dim=1).repeat_interleave(group_size)
     group_solved = all_success.view(-1, group_size).any(dim=1)
 
     hints: list[Hint | None] = []
-    for row, (source, has_sibling) in enumerate(zip(index[local].tolist(), group_shows[local].tolist(), strict=True)):
+    chosen = zip(index[local].tolist(), available[local].tolist(), group_shows[local].tolist(), strict=True)
+    for row, (source, has_feedback, has_sibling) in enumerate(chosen):
         solution = all_texts[source] if source >= 0 else None
         if solution is None and not has_sibling:
             solution = rollouts.worked_solutions[row]
         feedback = rollouts.feedback[row] if rule.include_feedback else None
         if solution is not None and rule.feedback_only_without_solution:
             feedback = None
-        hints.append(Hint(solution, feedback) if solution is not None or feedback is not None else None)
+        hints.append(Hint(solution, feedback) if has_feedback or solution is not None else None)
 
     success = all_success[local].tolist()
     stats = {

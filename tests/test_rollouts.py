@@ -81,6 +81,20 @@ def test_an_environment_whose_property_breaks_is_not_an_environment_without_feed
         environment_texts([Broken()])
 
 
+def test_a_wrapped_environment_still_speaks():
+    class Wrapper:
+        """Hands on whatever it lacks, as environment wrappers do."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    silent = SimpleNamespace()
+    assert environment_texts([Wrapper(SimpleNamespace(feedback="a")), Wrapper(silent)]) == ["a", None]
+
+
 def test_column_texts():
     assert column_texts([{"hint": "a"}, {"hint": None}, {}, {"hint": "  "}], "hint") == ["a", None, None, None]
     with pytest.raises(TypeError, match=r"column `hint`.*list.*rollout 1"):
