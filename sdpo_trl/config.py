@@ -221,12 +221,12 @@ class SDPOConfig(GRPOConfig):
 
     def _check_ranges(self) -> None:
         for name in ("distillation_weight", "distillation_alpha", "teacher_update_rate", "teacher_mix"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)}.")
+            if not isinstance(getattr(self, name), (int, float)) or not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)!r}.")
         for name in ("distillation_topk", "teacher_sync_steps", "max_reprompt_len"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be at least 1 and whole, got {value!r}.")
         if self.distillation_is_clip is not None and not self.distillation_is_clip > 0:
             raise ValueError(
                 f"`distillation_is_clip` must be positive, got {self.distillation_is_clip}. `None` does not cut."
@@ -284,6 +284,12 @@ class SDPOConfig(GRPOConfig):
                 "environment_feedback_only_without_solution",
                 self.include_environment_feedback,
                 "`include_environment_feedback=True`",
+            ),
+            ("feedback_template", self.include_environment_feedback, "`include_environment_feedback=True`"),
+            (
+                "diagnostics_flat_tolerance",
+                self.diagnostics_warning_interval > 0,
+                "a `diagnostics_warning_interval` above 0",
             ),
             ("top_entropy_quantile", policy or bonus, "a policy term (`distillation_weight < 1`) or an entropy bonus"),
             *((name, policy, "a policy term (`distillation_weight < 1`)") for name in policy_only),

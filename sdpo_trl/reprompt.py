@@ -194,11 +194,14 @@ def completion_text(completion: Prompt) -> str:
 
 
 def _keep(text: str, characters: int) -> str:
-    """`text` cut in its middle to `characters` of its own: what failed stands first, the error often last."""
+    """`text` cut in its middle to `characters`, mark included: what failed stands first, the error often last."""
     if characters >= len(text):
         return text
-    tail = characters // 3
-    return text[: characters - tail] + _CUT + text[len(text) - tail :]
+    body = characters - len(_CUT)
+    if body < 3:
+        return text[:characters]
+    tail = body // 3
+    return text[: body - tail] + _CUT + text[len(text) - tail :]
 
 
 def shorten(hint: Hint, fits: Callable[[Hint], bool]) -> Hint | None:

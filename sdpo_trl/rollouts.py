@@ -60,23 +60,28 @@ def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
     """
     What reward functions gave to `log_extra("feedback", ...)`: one list per round over the rollouts.
 
-    A round is one call with a text per rollout, or several calls that add up to exactly that.
+    A round is one call with a text per rollout, or as many calls with a single text.
 
     Args:
         calls (`Sequence`): The values of each call, in order.
         count (`int`): Number of rollouts.
     """
     source = "`log_extra('feedback', ...)`"
-    rounds: list[list[Any]] = [[]]
+    rounds: list[list[str | None]] = []
+    singles: list[Any] = []
     for call in calls:
         if isinstance(call, str):
             raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got a `str`: {call[:80]!r}.")
-        if len(rounds[-1]) == count:
-            rounds.append([])
-        rounds[-1].extend(call)
-        if len(rounds[-1]) > count:
-            break
-    return [check_texts(values, count, source) for values in rounds if values]
+        if len(call) == count:
+            rounds.append(check_texts(call, count, source))
+        elif len(call) == 1:
+            singles.extend(call)
+        else:
+            check_texts(call, count, source)
+    if len(singles) % count:
+        check_texts(singles, count, source)
+    rounds += [check_texts(singles[i : i + count], count, source) for i in range(0, len(singles), count)]
+    return rounds
 
 
 def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
@@ -102,25 +107,25 @@ def function_texts(
     completions: list[Prompt],
     rewards: list[float],
     inputs: Sequence[dict[str, Any]],
-    loop: asyncio.AbstractEventLoop | None,
+    event_loop: Callable[[], asyncio.AbstractEventLoop],
 ) -> list[str | None]:
-    """Call `feedback_func(prompts, completions, rewards, **columns)`, on `loop` if it is async."""
+    """Call `feedback_func(prompts, completions, rewards, **columns)`, on `event_loop()` if it gives a coroutine."""
     columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
     taken = sorted(columns.keys() & {"prompts", "completions", "rewards"})
     if taken:
         raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
     texts = func(prompts, completions, rewards, **columns)
     if asyncio.iscoroutine(texts):
-        if loop is None:
-            texts.close()
-            raise TypeError("`feedback_func` gave a coroutine, but is no `async def` function. Declare it so.")
-        texts = asyncio.run_coroutine_threadsafe(texts, loop).result()
+        texts = asyncio.run_coroutine_threadsafe(texts, event_loop()).result()
     return check_texts(texts, len(prompts), "`feedback_func`")
 
 
 def gather_feedback(sources: Sequence[list[str | None] | None], count: int) -> list[str | None]:
     """Join the texts of all sources that exist, in their order."""
     return join_texts([source for source in sources if source is not None], count)
+
+
+_REASONING = ("reasoning_content", "thinking")  # where response parsers of transformers put the thinking
 
 
 def demonstrations(
@@ -130,8 +135,12 @@ def demonstrations(
     texts: list[str | None] = []
     for completion, passed, opened in zip(rollouts.completions, success.tolist(), thinking_opened, strict=True):
         text = completion_text(completion) if passed else None
+        parts = [] if isinstance(completion, str) else [m.get(key) for m in completion for key in _REASONING]
+        reasoning = [part for part in parts if part]
         if text is not None and remove_thinking:
-            text = strip_thinking(text, opened=opened)
+            text = strip_thinking(text, opened=opened and not reasoning)
+        elif text is not None and reasoning:
+            text = "\n".join([*reasoning, text])
         texts.append(text if text is not None and text.strip() else None)
     return texts
 

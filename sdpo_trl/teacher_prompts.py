@@ -131,8 +131,8 @@ class TeacherPromptBuilder:
         kept = shorten(hint, fits)
         if kept is None:
             raise ValueError(
-                f"The teacher's prompt of row {row} is longer than `max_reprompt_len={self._budget}` even without its "
-                "feedback. Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
+                f"The teacher's prompt of row {row} leaves no room for its feedback within `max_reprompt_len="
+                f"{self._budget}`. Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
                 "never cut."
             )
         return list(self._tokenize([self._write(prompt, kept)], [row])[0][0])

@@ -1,5 +1,6 @@
 """`SDPOTrainer`: TRL's `GRPOTrainer` whose per-token signal comes from the same network after it has read feedback."""
 
+import asyncio
 import atexit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 from trl.trainer.utils import (
     get_config_model_id,
-    is_async_callable,
     shutdown_event_loop_in_daemon,
     start_event_loop_in_daemon,
 )
@@ -29,6 +29,7 @@ from .external import load_external_teacher, prepare_external_teacher
 from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
 from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
+from .reprompt import strip_thinking
 from .rollouts import Rollouts, Routing
 from .scores import ScoreRequest, TokenScores, score_tokens
 from .teacher import Teacher, WeightStore, build_teacher, evaluation_mode
@@ -108,9 +109,9 @@ class SDPOTrainer(GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self._distills:
             self.beta = args.beta
-            self._set_up_distillation(feedback_func, teacher_model)
+            self._set_up_distillation(teacher_model)
 
-    def _set_up_distillation(self, feedback_func: Any, teacher_model: "str | PreTrainedModel | None") -> None:
+    def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and args.deepspeed_plugin.zero_stage == 3):
             raise NotImplementedError(
@@ -122,12 +123,12 @@ class SDPOTrainer(GRPOTrainer):
                 f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
                 f"{', '.join(self.reward_func_names)}."
             )
-        self._feedback_is_async = feedback_func is not None and is_async_callable(feedback_func)
-        if self._feedback_is_async and not self._has_async_funcs:
-            self.async_loop_thread, self.async_loop, ready = start_event_loop_in_daemon(name="SDPOTrainer-AsyncLoop")
-            ready.wait()
-            atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
-
+        columns = set(getattr(self.train_dataset, "column_names", None) or ())
+        if not (args.use_successful_as_teacher or args.include_environment_feedback or "demonstration" in columns):
+            raise ValueError(
+                "Nothing could teach: `use_successful_as_teacher` and `include_environment_feedback` are off, and the "
+                "dataset has no `demonstration` column. Turn one on, or add the column."
+            )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
@@ -145,6 +146,15 @@ class SDPOTrainer(GRPOTrainer):
         self._sums = MetricSums(
             self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
         )
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        """TRL's event loop for async functions, started if none of its own needed it."""
+        if not self._has_async_funcs:
+            self.async_loop_thread, self.async_loop, ready = start_event_loop_in_daemon(name="SDPOTrainer-AsyncLoop")
+            ready.wait()
+            atexit.register(shutdown_event_loop_in_daemon, self.async_loop_thread, self.async_loop)
+            self._has_async_funcs = True
+        return self.async_loop
 
     def _make_tap(self, model: PreTrainedModel) -> HeadTap:
         return HeadTap(
@@ -191,7 +201,7 @@ class SDPOTrainer(GRPOTrainer):
                 completions,
                 total[self._local_rows(count)].tolist(),
                 inputs,
-                self.async_loop if self._feedback_is_async else None,
+                self._event_loop,
             )
         feedback = rollout_rules.gather_feedback(
             [
@@ -204,6 +214,8 @@ class SDPOTrainer(GRPOTrainer):
         )
         super()._log_completion_extra("feedback", feedback)
         worked = rollout_rules.column_texts(inputs, "demonstration")
+        if self.args.remove_thinking_from_demonstration:
+            worked = [text and strip_thinking(text) for text in worked]
         self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked)
         return rewards
 
@@ -345,13 +357,15 @@ class SDPOTrainer(GRPOTrainer):
         return self.args.distillation_weight < 1.0 or self.beta != 0.0
 
     def _needed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Without a policy term, the rows that are distilled; at least one, so that every process runs the same."""
+        """Without a policy term, the rows that are distilled (and others where another process has more of them)."""
         if vision_inputs(inputs):
             return inputs  # images are not aligned with rows
         if not (self._has_policy_term or self._entropy_bonus_enabled or self.aux_loss_enabled):
-            active = self._loss_mask(inputs) & inputs["feedback_available"][:, None]
-            rows = active.any(dim=1).nonzero().squeeze(1)
-            inputs = take_rows(inputs, rows if rows.numel() else rows.new_zeros(1))
+            active = (self._loss_mask(inputs) & inputs["feedback_available"][:, None]).any(dim=1)  # (B,)
+            # TRL gathers values per row, so all processes run as many rows as the one that has most to learn.
+            count = int(self.accelerator.gather(active.sum().clamp(min=1).reshape(1)).max())
+            rows = active.int().argsort(descending=True, stable=True)[:count]
+            inputs = take_rows(inputs, rows)
         return trim_padding(inputs)
 
     def _policy_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -291,9 +291,13 @@ def test_completion_text_shows_calls_and_replies_in_order():
 def cut_versions(text):
     """Every shortened version of `text`, longest first: a beginning and an end with a mark between them."""
     versions = []
+    mark = "\n...\n"
     for kept in range(len(text) - 1, 0, -1):
-        tail = kept // 3
-        versions.append(text[: kept - tail] + "\n...\n" + text[len(text) - tail :])
+        tail = (kept - len(mark)) // 3
+        if kept - len(mark) < 3:  # no room for the mark
+            versions.append(text[:kept])
+        else:
+            versions.append(text[: kept - len(mark) - tail] + mark + text[len(text) - tail :])
     return versions
 
 

@@ -109,7 +109,9 @@ INPUTS = [
 
 
 def call_function(func, inputs=INPUTS, loop=None):
-    return function_texts(func, [row["prompt"] for row in inputs], ["a", "b", "c"], [1.0, 0.0, NAN], inputs, loop)
+    return function_texts(
+        func, [row["prompt"] for row in inputs], ["a", "b", "c"], [1.0, 0.0, NAN], inputs, lambda: loop
+    )
 
 
 def test_function_texts_sees_all_columns_in_order():

@@ -326,8 +326,19 @@ def test_integer_and_frozen_tensors_are_left_alone(tmp_path):
 
 
 def resumed(folder, **options):
-    """Four steps at once, and two, a new process' trainer, and two more: both trainers."""
-    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2, **options}
+    """
+    Four steps at once, and two, another trainer, and two more: both trainers.
+
+    Within one epoch, since TRL's sampler begins each resumed run with the order of the first.
+    """
+    options = {
+        "data": tiny.prompts(8),
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "learning_rate": 1e-2,
+        **options,
+    }
     kind, student = options.pop("kind"), options.pop("student")
     options["trainer_rollout_func"] = None
     straight = make(folder / "a", kind, student, **options)
@@ -342,8 +353,7 @@ def resumed(folder, **options):
 
 
 @pytest.mark.parametrize("kind", ["base", "ema", "snapshot", "trust_region"])
-@every_student
-@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize(("student", "beta"), [("full", 0.0), ("lora", 0.0), ("lora", 0.1), ("adapter", 0.1)])
 def test_two_and_two_steps_equal_four(tmp_path, kind, student, beta):
     extra = {"teacher_sync_steps": 3} if kind == "snapshot" else {}
     straight, second = resumed(tmp_path, kind=kind, student=student, beta=beta, **extra)

@@ -1,0 +1,191 @@
+"""
+What two processes do for test_distributed.py.
+
+`torchrun --nproc_per_node 2 tests/distributed_worker.py FOLDER` runs every scenario; each process writes what it saw
+to `FOLDER/NAME-RANK.pt`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import tiny  # noqa: E402
+import torch  # noqa: E402
+
+# One group of four rollouts per process with batches of four; global row order.
+ANSWERS = ["ab$", "abc$", "x", "hello$", "abcde$", "a$", "xyz", "qrs$"]
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def answers_of_this_process(per_process):
+    """A `rollout_func` that gives each process its part of `ANSWERS`."""
+    return tiny.scripted(ANSWERS[RANK * per_process :] + ANSWERS[: RANK * per_process])
+
+
+def told_by_text(completions, log_extra, **kwargs):
+    """Success and feedback depend on the answer alone, wherever it is scored."""
+    log_extra("feedback", [None if text.startswith("x") else f"no: {text}{text}" for text in completions])
+    return [1.0 if text == "abc" else 0.0 for text in completions]
+
+
+GRADIENT_CASES = {
+    "plain": {},
+    "blend": {"distillation_weight": 0.5, "beta": 0.2, "loss_type": "grpo"},
+    "topk": {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.0},
+}
+
+
+def first_gradient(folder, processes, **options):
+    """The gradient of one step on eight rollouts, and the loss that was logged."""
+    seen = tiny.FirstGradient()
+    trainer = tiny.trainer(
+        folder,
+        told_by_text,
+        per_device_train_batch_size=8 // processes,
+        max_steps=1,
+        max_grad_norm=0.0,
+        trainer_callbacks=[seen],
+        trainer_rollout_func=answers_of_this_process(8 // processes),
+        **options,
+    )
+    trainer.train()
+    log = trainer.state.log_history[0]
+    return seen.value, {name: value for name, value in log.items() if name == "loss" or name.startswith("sdpo/")}
+
+
+def gradients(folder):
+    return {name: first_gradient(folder, 2, **options) for name, options in GRADIENT_CASES.items()}
+
+
+def replicas(folder):
+    """Three steps on different rollouts: the weights, the teacher's, and the keys that were logged."""
+    result = {}
+    for name, options in {
+        "full": {"model": tiny.build_model()},
+        "lora": {
+            "model": tiny.build_model(),
+            "trainer_peft_config": tiny.lora(),
+            "teacher_model_kind": "trust_region",
+        },
+    }.items():
+        # `ddp_broadcast_buffers` and the like must not be what keeps the processes alike.
+        trainer = tiny.trainer(
+            folder, told_by_text, per_device_train_batch_size=4, max_steps=3, learning_rate=1e-2, beta=0.1, **options
+        )
+        keys, rollouts = [], []
+        log, generate = trainer.log, trainer._generate_and_score_completions
+
+        def logged(logs, *args, log=log, trainer=trainer, keys=keys, **kwargs):
+            log(logs, *args, **kwargs)
+            keys.append(sorted(logs))
+
+        def generated(inputs, generate=generate, rollouts=rollouts):
+            output = generate(inputs)
+            rollouts.append(output["completion_ids"])
+            return output
+
+        trainer.log, trainer._generate_and_score_completions = logged, generated
+        before = tiny.trained(trainer.model)
+        trainer.train()
+        result[name] = {
+            "before": before,
+            "student": tiny.trained(trainer.model),
+            "stores": {key: dict(store._values) for key, store in trainer._stores.items()},
+            "keys": keys,
+            "rollouts": rollouts,
+        }
+    return result
+
+
+def pairs(folder):
+    """What student and teacher read, row by row, when the loss sees them: after gather, shuffle and split."""
+    data = tiny.prompts(8)
+
+    def tagged(prompts, completions, log_extra, **kwargs):
+        log_extra("feedback", [f"<{p}|{c}>" for p, c in zip(prompts, completions, strict=True)])
+        return [0.0] * len(completions)
+
+    trainer = tiny.trainer(
+        folder, tagged, data=data, per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=2
+    )
+    rows, compute = [], trainer._compute_loss
+
+    def watched(model, inputs):
+        for i in range(inputs["prompt_ids"].size(0)):
+            texts = [
+                trainer._tokenizer.decode(
+                    inputs[f"{name}_ids"][i][inputs[f"{name}_mask"][i].bool()], skip_special_tokens=True
+                )
+                for name in ("prompt", "completion", "teacher_prompt")
+            ]
+            rows.append(texts)
+        return compute(model, inputs)
+
+    trainer._compute_loss = watched
+    trainer.train()
+    return rows
+
+
+def demonstration(folder):
+    """One group of four over both processes, whose only success is a row of the second."""
+    trainer = tiny.trainer(
+        folder,
+        lambda completions, **kwargs: [1.0 if text == "win" else 0.0 for text in completions],
+        per_device_train_batch_size=2,
+        trainer_rollout_func=tiny.scripted(["lose$", "bad$"] if RANK == 0 else ["win$", "no$"]),
+        max_steps=1,
+    )
+    inputs = tiny.micro_batches(trainer)[0]
+    rows = []
+    for answer, available, hint in zip(
+        inputs["completion_ids"], inputs["feedback_available"], inputs["teacher_prompt_ids"], strict=True
+    ):
+        rows.append((trainer._tokenizer.decode(answer), available.item(), trainer._tokenizer.decode(hint)))
+    return {"rows": rows, "metrics": trainer._sums.flush("train")}
+
+
+def all_fail(folder):
+    """The first process has nothing to learn, then neither has; two evaluations in between."""
+    finished = []
+    for name, options in {
+        "ema": {},
+        "trust_region": {"teacher_model_kind": "trust_region"},
+        "blend": {"distillation_weight": 0.5},
+        "stale": {"num_iterations": 2},
+        "external": {"trainer_teacher_model": tiny.build_model(seed=7)},
+    }.items():
+
+        def reward(completions, log_extra, trainer_state, **kwargs):
+            silent = RANK == 0 or trainer_state.global_step >= 2
+            log_extra("feedback", [None if silent else "no"] * len(completions))
+            return [0.0] * len(completions)
+
+        trainer = tiny.trainer(
+            folder, reward, per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4,
+            eval_strategy="steps", eval_steps=2, trainer_eval_dataset=tiny.prompts(2), **options,
+        )  # fmt: skip
+        trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        finished.append((name, trainer.state.global_step, losses))
+    trainer.accelerator.end_training()
+    return finished
+
+
+def main(folder):
+    scenarios = (gradients, replicas, pairs, demonstration, all_fail)  # the last one may hang, and ends the group
+    for scenario in scenarios:
+        result = scenario(folder / scenario.__name__)
+        torch.save(result, folder / f"{scenario.__name__}-{RANK}.pt")
+
+
+if __name__ == "__main__":
+    from accelerate import PartialState
+
+    size = PartialState(cpu=True, backend="gloo").num_processes
+    assert size == 2, f"torchrun was to start two processes, but there are {size}"
+    main(Path(sys.argv[1]))

@@ -1,0 +1,99 @@
+"""Two processes (gloo): the same gradient as one, equal replicas, paired rows, and no process that waits for ever."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_worker
+import pytest
+import tiny
+import torch
+
+pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs all scenarios once; gives what each process saw in one of them."""
+    folder = tmp_path_factory.mktemp("two")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    command = [*torchrun, str(WORKER), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    with (folder / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        try:
+            code = process.wait(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun takes its processes with it
+            process.wait(timeout=30)
+            code = "hung"
+
+    def results(name):
+        paths = [folder / f"{name}-{rank}.pt" for rank in range(2)]
+        if not all(path.is_file() for path in paths):
+            pytest.fail(f"exit status {code}, no result of {name}:\n{(folder / 'output').read_text()[-6000:]}")
+        return [torch.load(path, weights_only=False) for path in paths]
+
+    return results
+
+
+def test_a_process_with_nothing_to_learn_does_not_block_the_other(run):
+    for finished in run("all_fail"):
+        assert [name for name, *_ in finished] == ["ema", "trust_region", "blend", "stale", "external"]
+        for name, steps, losses in finished:
+            assert steps == 4, name
+            assert losses[2:] == [0.0, 0.0], name
+            assert all(loss > 0 for loss in losses[:2]), name
+
+
+@pytest.mark.parametrize("case", distributed_worker.GRADIENT_CASES)
+def test_two_processes_with_four_equal_one_with_eight(run, tmp_path, case):
+    expected, expected_log = distributed_worker.first_gradient(tmp_path, 1, **distributed_worker.GRADIENT_CASES[case])
+    for result in run("gradients"):
+        grads, log = result[case]
+        tiny.assert_near(grads, expected)
+        assert log == pytest.approx(expected_log, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("student", ["full", "lora"])
+def test_replicas_stay_equal_on_different_data(run, student):
+    first, second = (result[student] for result in run("replicas"))
+    assert any(not torch.equal(a, b) for a, b in zip(first["rollouts"], second["rollouts"], strict=True))
+    assert any(not torch.equal(value, first["before"][name]) for name, value in first["student"].items())
+    tiny.assert_equal(first["student"], second["student"])
+    assert first["stores"].keys() == second["stores"].keys()
+    for name in first["stores"]:
+        tiny.assert_equal(first["stores"][name], second["stores"][name])
+    assert first["keys"] == second["keys"]
+    assert any("sdpo/divergence" in keys for keys in first["keys"])
+
+
+def test_feedback_stays_with_its_row(run):
+    rows = [row for rank in run("pairs") for row in rank]
+    assert len(rows) == 2 * 2 * 2 * 4
+    for prompt, completion, teacher_prompt in rows:
+        assert f"<{prompt}|{completion}>" in teacher_prompt
+        assert teacher_prompt.startswith(prompt)
+    for rank in run("pairs"):
+        assert len({prompt for prompt, *_ in rank}) > 1
+
+
+def test_a_group_over_both_processes_gets_the_others_success(run):
+    first, second = run("demonstration")
+    assert [text.startswith(start) for (text, *_), start in zip(sorted(first["rows"]), ("bad", "lose"), strict=True)]
+    assert {available for _, available, _ in first["rows"]} == {True}
+    assert all("Correct solution:\n\nwin\n" in hint for _, _, hint in first["rows"])
+    by_answer = {text.replace("<pad>", "").removesuffix("<eos>"): (a, hint) for text, a, hint in second["rows"]}
+    assert by_answer["no"][0] and "win" in by_answer["no"][1]
+    assert not by_answer["win"][0]  # the only success is not its own demonstration
+    for result in (first, second):
+        metrics = result["metrics"]
+        assert metrics["sdpo/success_share"] == 0.25
+        assert metrics["sdpo/success_group_share"] == 1.0
+        assert metrics["sdpo/demonstration_share"] == 0.75
+        assert metrics["sdpo/lone_success_share"] == 0.25
+        assert not any(math.isnan(value) for value in metrics.values())

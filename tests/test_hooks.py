@@ -1,0 +1,124 @@
+"""What of TRL's insides the trainer stands on; a new release that moves any of it fails here, by name."""
+
+import ast
+import hashlib
+import inspect
+import textwrap
+
+import pytest
+import trl.trainer.base_trainer
+import trl.trainer.utils
+from transformers import Trainer
+from trl import GRPOTrainer
+
+import sdpo_trl.trainer
+from sdpo_trl import SDPOTrainer
+
+# The source without comments, docstrings and layout. To renew one after reading what changed: run this file.
+EXPECTED = {
+    "GRPOTrainer.__init__": "a9957d15de1e56db",
+    "GRPOTrainer._set_signature_columns_if_needed": "d29bc22f99c1edb3",
+    "GRPOTrainer._get_per_token_logps_and_entropies": "31bbe58ca8ba5d47",
+    "GRPOTrainer.training_step": "96c133253ca1d7ee",
+    "GRPOTrainer._prepare_inputs": "b6f38f7a05aa4406",
+    "GRPOTrainer._log_completion_extra": "519c96e35fca63f9",
+    "GRPOTrainer._calculate_rewards": "a30f2929443bd289",
+    "GRPOTrainer._tokenize_prompts": "f0e7e168ffd63d94",
+    "GRPOTrainer._generate": "c43183674d09daf2",
+    "GRPOTrainer._tool_call_loop": "ba4ef3a633e2e4ee",
+    "GRPOTrainer._generate_and_score_completions": "739def7da67c5a5b",
+    "GRPOTrainer._compute_loss": "6b861df63f5aaa7a",
+    "GRPOTrainer.log": "c4d4db52f9ef2366",
+    "GRPOTrainer._load_optimizer_and_scheduler": "f0236c69fcf3477c",
+    "Trainer._save_optimizer_and_scheduler": "99a0de2f24536135",
+    "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
+    "_BaseTrainer.create_model_card": "2845ed823c4df45c",
+    "add_fused_lm_head": "27301e73e4ace4f2",
+    "shuffle_sequence_dict": "03c0043ab5aba2fe",
+    "split_tensor_dict": "5cf32f6e8f1430a4",
+    "get_config_model_id": "46df7d62a20eba18",
+    "is_async_callable": "27fc54a379c4c250",
+    "pad": "ed2b0f1c87c28daf",
+}
+TRLS_ATTRIBUTES = [
+    "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_has_async_funcs", "_is_vlm", "_logs",
+    "_metrics", "_step", "_tokenizer", "aux_loss_enabled", "current_gradient_accumulation_steps",
+    "environment_factories", "num_generations_eval", "reward_func_names",
+]  # fmt: skip
+OWNERS = {"GRPOTrainer": GRPOTrainer, "Trainer": Trainer, "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer}
+
+
+def find(name):
+    owner, _, attribute = name.rpartition(".")
+    return getattr(OWNERS[owner] if owner else trl.trainer.utils, attribute)
+
+
+def fingerprint(function):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+
+def overrides():
+    return sorted(
+        name
+        for name, value in vars(SDPOTrainer).items()
+        if inspect.isfunction(value) and any(name in vars(base) for base in SDPOTrainer.__mro__[1:-1])
+    )
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_trl_has_not_moved(name):
+    assert fingerprint(find(name)) == EXPECTED[name], (
+        f"TRL's `{name}` is not the one that SDPOTrainer was written against. Read what changed, adapt the trainer, "
+        "then renew its entry in EXPECTED."
+    )
+
+
+def test_what_is_overridden_is_watched():
+    watched = {name.rpartition(".")[2] for name in EXPECTED}
+    assert not set(overrides()) - watched, "an override whose TRL body is not in EXPECTED"
+
+
+@pytest.mark.parametrize("name", [name for name in overrides() if name != "__init__"])
+def test_signatures_match_trls(name):
+    """Names and kinds; TRL's defaults and annotations may be written in other words."""
+
+    def parameters(function):
+        return [(p.name, p.kind.name) for p in inspect.signature(inspect.unwrap(function)).parameters.values()]
+
+    inherited = next(vars(base)[name] for base in SDPOTrainer.__mro__[1:] if name in vars(base))
+    assert parameters(vars(SDPOTrainer)[name]) == parameters(inherited), (
+        f"`SDPOTrainer.{name}` no longer has the parameters of TRL's"
+    )
+
+
+def test_every_override_extends():
+    tree = ast.parse(inspect.getsource(sdpo_trl.trainer))
+    (body,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SDPOTrainer"]
+    methods = {node.name: node for node in body.body if isinstance(node, ast.FunctionDef)}
+    assert len(overrides()) >= 8
+    for name in overrides():
+        calls = [
+            node.func.attr
+            for node in ast.walk(methods[name])
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Call)
+            and isinstance(node.func.value.func, ast.Name)
+            and node.func.value.func.id == "super"
+        ]
+        assert name in calls, f"`SDPOTrainer.{name}` copies instead of calling `super().{name}`"
+
+
+def test_trl_still_sets_the_attributes_that_are_read():
+    source = inspect.getsource(GRPOTrainer) + inspect.getsource(Trainer)
+    for name in TRLS_ATTRIBUTES:
+        assert f"self.{name} = " in source, f"TRL no longer sets `{name}`"
+
+
+if __name__ == "__main__":
+    for hook in EXPECTED:
+        print(f'    "{hook}": "{fingerprint(find(hook))}",')

@@ -1,0 +1,418 @@
+"""Every option does something, alone, or is refused with a message that says what to do; and the public names."""
+
+import dataclasses
+import functools
+import inspect
+import logging
+import os
+
+import pytest
+import tiny
+import torch
+from peft import PeftModel
+from transformers import TrainingArguments
+from trl import GRPOConfig, GRPOTrainer, TrlParser
+
+import sdpo_trl
+from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedback
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+# A group with successes (one of them by manners alone, one whose thinking never ends) and one without.
+ANSWERS = ["<think>a</think>ok$", "no$", "pq$", "<think>ok$", "no$", "bad$", "nah$", "xx$"]
+
+
+def graded(completions, log_extra, **kwargs):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    log_extra("feedback", [f"you wrote {text}" for text in texts])
+    return [1.0 if "ok" in text else 0.0 for text in texts]
+
+
+def polite(completions, **kwargs):
+    texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+    return [1.0 if text.startswith("p") else 0.0 for text in texts]
+
+
+def hopeless(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def behaviour(folder, monkeypatch, caplog, reward=None, **options):
+    """What a run of three steps does, in its parts."""
+    monkeypatch.undo()
+    caplog.clear()
+    options = {
+        "max_steps": 3,
+        "max_completion_length": 40,
+        "learning_rate": 1e-2,
+        "trainer_rollout_func": tiny.scripted(ANSWERS),
+        **options,
+    }
+    reference, prompts = [], []
+    plain = sdpo_trl.scores.reference_scores
+    monkeypatch.setattr("sdpo_trl.scores.reference_scores", lambda *args: (reference.append(1), plain(*args))[1])
+    trainer = tiny.trainer(folder, reward or [graded, polite], **options)
+    compute = trainer._compute_loss
+
+    def watched(model, inputs):
+        hints = trainer._tokenizer.batch_decode(inputs["teacher_prompt_ids"])
+        available = inputs["feedback_available"].tolist()
+        prompts.append(
+            [hint.replace("<pad>", "") if told else None for hint, told in zip(hints, available, strict=True)]
+        )
+        return compute(model, inputs)
+
+    if trainer._distills:
+        trainer._compute_loss = watched
+    with caplog.at_level(logging.WARNING, "sdpo_trl"):
+        trainer.train()
+    logs = tiny.training_logs(trainer)
+    external = trainer._distills and not trainer._stores and trainer.args.teacher_model_kind != "live"
+    return {
+        "loss": [row["loss"] for row in logs],
+        "logs": [{key: value for key, value in row.items() if key.startswith("sdpo/")} for row in logs],
+        "prompts": prompts,
+        "first prompts": prompts[:1],
+        "teacher": {n: v.clone() for s in getattr(trainer, "_stores", {}).values() for n, v in s._values.items()},
+        "teacher dtype": trainer._teacher._model.dtype if external else None,
+        "warnings": caplog.text.count("SDPO: for"),
+        "reference": bool(reference),
+    }
+
+
+def same(first, second):
+    if isinstance(first, dict) and any(isinstance(value, torch.Tensor) for value in first.values()):
+        return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first == second
+
+
+@dataclasses.dataclass
+class Case:
+    """An option's other value, what must change with it, and what must stand beside it for it to mean anything."""
+
+    value: object
+    changes: str
+    beside: dict = dataclasses.field(default_factory=dict)
+
+
+TOPK = {"distillation_mode": "topk_logits", "distillation_topk": 5}
+CASES = {
+    "distillation_weight": Case(0.5, "loss"),
+    "distillation_mode": Case("sampled_token", "loss", {"distillation_alpha": 1.0}),
+    "distillation_alpha": Case(1.0, "loss"),
+    "distillation_topk": Case(9, "loss", TOPK),
+    "distillation_add_tail": Case(False, "loss", TOPK),
+    "distillation_is_clip": Case(0.7, "loss", {"num_iterations": 3}),
+    "distillation_impl": Case("reference", "reference"),
+    "teacher_model_kind": Case("live", "loss"),
+    "teacher_update_rate": Case(0.9, "teacher"),
+    "teacher_sync_steps": Case(3, "teacher"),
+    "teacher_mix": Case(0.6, "loss", {"teacher_model_kind": "trust_region"}),
+    "teacher_model_init_kwargs": Case({"dtype": "bfloat16"}, "teacher dtype", {"trainer_teacher_model": "FOLDER"}),
+    "success_reward_threshold": Case(-1.0, "first prompts"),
+    "success_reward_func": Case("graded", "first prompts"),
+    "use_successful_as_teacher": Case(False, "first prompts"),
+    "dont_reprompt_on_self_success": Case(False, "first prompts"),
+    "include_environment_feedback": Case(False, "first prompts"),
+    "environment_feedback_only_without_solution": Case(False, "first prompts"),
+    "remove_thinking_from_demonstration": Case(False, "first prompts"),
+    "reprompt_placement": Case("append", "first prompts", {"data": tiny.prompts(chat=True)}),
+    "max_reprompt_len": Case(130, "first prompts"),
+    "reprompt_template": Case("{solution}!{prompt}!{feedback}", "first prompts"),
+    "solution_template": Case("<{successful_previous_attempt}>", "first prompts"),
+    "feedback_template": Case("<{feedback_raw}>", "first prompts"),
+    "diagnostics_warning_interval": Case(1, "warnings", {"reward": hopeless}),
+    "diagnostics_flat_tolerance": Case(1e9, "warnings", {"diagnostics_warning_interval": 1}),
+}
+NEW_FIELDS = sorted(
+    {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
+)
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("teacher")
+    tiny.build_model(seed=7).save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", NEW_FIELDS)
+def test_every_option_changes_something_when_it_is_changed_alone(tmp_path, monkeypatch, caplog, teacher_folder, name):
+    assert name in CASES, f"add to CASES what `{name}` changes"
+    case = CASES[name]
+    beside = {key: teacher_folder if value == "FOLDER" else value for key, value in case.beside.items()}
+    default = behaviour(tmp_path / "a", monkeypatch, caplog, **beside)
+    again = behaviour(tmp_path / "a", monkeypatch, caplog, **beside)
+    changed = behaviour(tmp_path / "b", monkeypatch, caplog, **{**beside, name: case.value})
+    assert same(default[case.changes], again[case.changes]), "the run is not deterministic"
+    assert not same(default[case.changes], changed[case.changes])
+    if case.changes in ("loss", "teacher", "reference"):
+        assert default["first prompts"] == changed["first prompts"]
+
+
+def test_no_entry_is_left_over():
+    assert sorted(CASES) == NEW_FIELDS
+
+
+def test_what_the_teacher_is_told_under_each_option(tmp_path, monkeypatch, caplog):
+    def first(**options):
+        rows = behaviour(tmp_path, monkeypatch, caplog, max_steps=1, **options)["first prompts"][0]
+        return sorted(str(row) for row in rows)
+
+    def with_text(rows, *texts):
+        return sum(all(text in row for text in texts) for row in rows)
+
+    solution, feedback = "Correct solution:", "you wrote"
+    default = first()
+    # Three successes: `ok` and `pq` can be shown, the one that never stopped thinking cannot. `pq` shows itself to
+    # `ok`, `ok` to the three others; the other group has texts alone.
+    assert with_text(default, solution) == 4 and with_text(default, feedback) == 4
+    assert with_text(default, solution, feedback) == 0
+    assert with_text(default, solution, "\nok\n") == 3 and with_text(default, solution, "\npq\n") == 1
+    assert with_text(default, "<think>") == 0
+    by_grade = first(success_reward_func="graded")
+    assert with_text(by_grade, solution, "pq") == 0 and with_text(by_grade, solution, "ok") == 3
+    assert with_text(by_grade, feedback) == 5  # `ok` itself is told only its own text
+    assert with_text(first(environment_feedback_only_without_solution=False), solution, feedback) == 4
+    assert with_text(first(use_successful_as_teacher=False), feedback) == 8
+    silent = first(include_environment_feedback=False)
+    assert with_text(silent, feedback) == 0 and silent.count("None") == 4
+    itself = first(dont_reprompt_on_self_success=False)
+    assert with_text(itself, solution, "\nok\n") == 3 and with_text(itself, solution, "\npq\n") == 1
+    assert with_text(first(remove_thinking_from_demonstration=False), "<think>a</think>ok") == 3
+
+
+# Refused
+
+UNSHOWN = {"use_successful_as_teacher": False}
+UNTOLD = {"include_environment_feedback": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"distillation_weight": 1.5}, r"`distillation_weight` must be in \[0, 1\], got 1.5"),
+        ({"distillation_weight": float("nan")}, r"must be in \[0, 1\]"),
+        ({"distillation_alpha": -0.1}, r"`distillation_alpha` must be in \[0, 1\]"),
+        ({"teacher_update_rate": 2.0}, r"`teacher_update_rate` must be in \[0, 1\]"),
+        ({"teacher_mix": -1.0, "teacher_model_kind": "trust_region"}, r"`teacher_mix` must be in \[0, 1\]"),
+        ({"distillation_topk": 0, "distillation_mode": "topk_logits"}, "`distillation_topk` must be at least 1"),
+        ({"teacher_sync_steps": 0}, "`teacher_sync_steps` must be at least 1"),
+        ({"max_reprompt_len": 0}, "`max_reprompt_len` must be at least 1"),
+        ({"distillation_is_clip": 0.0}, "must be positive, got 0.0. `None` does not cut"),
+        ({"diagnostics_warning_interval": -1}, "must not be negative"),
+        ({"diagnostics_flat_tolerance": -1.0}, "must not be negative"),
+        ({"distillation_mode": "topk"}, "must be one of full_logits, topk_logits, sampled_token, got 'topk'"),
+        ({"distillation_impl": "fast"}, "must be one of"),
+        ({"teacher_model_kind": "moving"}, "must be one of live, base, ema, snapshot, trust_region, got 'moving'"),
+        ({"reprompt_placement": "first"}, "must be one of last_user, append"),
+        ({"distillation_mode": "topk_logits"}, "needs `distillation_topk`"),
+        ({"distillation_topk": 5}, "`distillation_topk=5` has no effect.*topk_logits"),
+        ({"distillation_add_tail": False}, "`distillation_add_tail=False` has no effect.*topk_logits"),
+        ({"distillation_mode": "sampled_token"}, r"set `distillation_alpha=1.0` \(got 0.5\)"),
+        ({"teacher_model_kind": "snapshot"}, "needs `teacher_sync_steps`"),
+        ({"teacher_model_kind": "live", "teacher_update_rate": 0.1}, "no effect.*`teacher_model_kind='ema'`"),
+        ({"teacher_model_kind": "snapshot", "teacher_sync_steps": 2, "teacher_update_rate": 0.1}, "no effect.*'ema'"),
+        ({"teacher_model_kind": "base", "teacher_sync_steps": 5}, "no effect.*'ema' or 'snapshot'"),
+        ({"teacher_mix": 0.5}, "no effect.*trust_region"),
+        ({**UNSHOWN, "dont_reprompt_on_self_success": False}, "use_successful_as_teacher=True"),
+        ({**UNTOLD, "environment_feedback_only_without_solution": False}, "include_environment_feedback=True"),
+        ({**UNTOLD, "feedback_template": "{feedback_raw}"}, "include_environment_feedback=True"),
+        ({"diagnostics_warning_interval": 0, "diagnostics_flat_tolerance": 1e-3}, "diagnostics_warning_interval"),
+        ({"epsilon": 0.1}, "`epsilon=0.1` has no effect.*policy term"),
+        ({"epsilon_high": 0.3}, "no effect.*policy term"),
+        ({"delta": 2.0}, "no effect.*policy term"),
+        ({"importance_sampling_level": "sequence"}, "no effect.*policy term"),
+        ({"off_policy_mask_threshold": 0.5}, "no effect.*policy term"),
+        ({"top_entropy_quantile": 0.5}, "no effect.*policy term.*or an entropy bonus"),
+        ({"num_generations": 1, "distillation_weight": 0.5}, "at least 2 generations"),
+        ({"num_generations": 1, "distillation_weight": 0.0}, "at least 2 generations"),
+        ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
+        ({"reprompt_template": "nothing"}, r"lacks the slot {prompt}, {solution}, {feedback}"),
+        ({"solution_template": "it: {solution}"}, "`solution_template` lacks the slot {successful_previous_attempt}"),
+        ({"feedback_template": "it: {feedback}"}, "`feedback_template` lacks the slot {feedback_raw}"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_contradictions_are_refused_when_the_options_are_made(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"distillation_weight": 0.5, "epsilon": 0.1, "delta": 2.0},
+        {"top_entropy_quantile": 0.5, "entropy_coef": 0.01},
+        {"distillation_is_clip": None},
+        {"num_generations": 1},
+        {"teacher_model_kind": "trust_region", "teacher_mix": 1.0},
+        {"teacher_update_rate": 0.0},
+        {"loss_type": "luspo"},
+    ],
+    ids=str,
+)
+def test_what_is_not_refused(tmp_path, options):
+    config = tiny.config(tmp_path, **options)
+    for name, value in options.items():
+        assert getattr(config, name) == value
+    assert type(config.num_generations) is int
+
+
+def feedback(prompts, completions, rewards, **columns):
+    return [None] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"trainer_feedback_func": "text"}, TypeError, "`feedback_func` must be callable, got str"),
+        (
+            {"trainer_feedback_func": feedback, "include_environment_feedback": False},
+            ValueError,
+            "would never be read: set `include_environment_feedback=True`",
+        ),
+        ({"trainer_feedback_func": feedback, "distillation_weight": 0.0}, ValueError, "is GRPO: drop `feedback_func`"),
+        (
+            {"trainer_teacher_model": "somewhere", "distillation_weight": 0.0},
+            ValueError,
+            "is GRPO: drop `feedback_func` and `teacher_model`",
+        ),
+        ({"teacher_model_init_kwargs": {"dtype": "auto"}}, ValueError, "no effect without `teacher_model`"),
+        (
+            {"trainer_teacher_model": "somewhere", "teacher_model_kind": "base"},
+            ValueError,
+            "never moves, so `teacher_model_kind` has no effect",
+        ),
+        (
+            {"trainer_teacher_model": "somewhere", "teacher_update_rate": 0.1},
+            ValueError,
+            "never moves, so `teacher_update_rate` has no effect",
+        ),
+        (
+            {"trainer_teacher_model": tiny.build_model(), "teacher_model_init_kwargs": {"dtype": "auto"}},
+            ValueError,
+            "is for a `teacher_model` given as a path",
+        ),
+        ({"success_reward_func": "missing"}, ValueError, "Yours are: even_length"),
+    ],
+)
+def test_contradictions_are_refused_when_the_trainer_is_made(tmp_path, options, error, message):
+    with pytest.raises(error, match=message):
+        tiny.trainer(tmp_path, **options)
+
+
+@pytest.mark.parametrize("make", [GRPOConfig, TrainingArguments])
+def test_other_arguments_are_refused(tmp_path, make):
+    args = make(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match=f"must be an `SDPOConfig`, got {make.__name__}"):
+        SDPOTrainer(
+            tiny.build_model(), tiny.never, args, train_dataset=tiny.prompts(), processing_class=tiny.build_tokenizer()
+        )
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
+    tiny.build_model().save_pretrained(tmp_path / "base")
+    tiny.trained_adapter().save_pretrained(tmp_path / "adapter")
+    base = tiny.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    frozen = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="is_trainable=True"):
+        tiny.trainer(tmp_path, model=frozen)
+    with pytest.raises(ValueError, match="Nothing in the model trains"):
+        tiny.trainer(tmp_path, model=tiny.build_model().requires_grad_(False))
+    base = tiny.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tiny.trainer(tmp_path, model=PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True))
+
+
+def test_default_arguments(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    on_cpu = functools.partial(SDPOConfig, use_cpu=True, bf16=False)
+    monkeypatch.setattr("sdpo_trl.trainer.SDPOConfig", on_cpu)
+    tiny.build_model().save_pretrained(tmp_path / "student")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "student")
+    trainer = SDPOTrainer("student", tiny.never, train_dataset=tiny.prompts())
+    assert trainer.args.output_dir == "student-SDPO" and isinstance(trainer.args, SDPOConfig)
+
+
+# The parser
+
+
+OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
+    "distillation_mode": "topk_logits",
+    "distillation_topk": 7,
+    "distillation_is_clip": None,
+    "teacher_model_kind": "ema",
+    "teacher_mix": 0.01,
+    "feedback_template": "\n<{feedback_raw}>\n",
+    "include_environment_feedback": True,
+    "use_successful_as_teacher": True,
+}
+
+
+def test_the_parser_reads_every_option_from_yaml(tmp_path):
+    import yaml
+
+    path = tmp_path / "options.yaml"
+    path.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "bf16": False, "use_cpu": True, **OTHER_VALUES}))
+    (config,) = TrlParser([SDPOConfig]).parse_args_and_config(args=["--config", str(path)])
+    assert {name: getattr(config, name) for name in NEW_FIELDS} == OTHER_VALUES
+    (config,) = TrlParser([SDPOConfig]).parse_args_and_config(
+        args=["--config", str(path), "--distillation_alpha", "0.25", "--distillation_topk", "3"]
+    )
+    assert (config.distillation_alpha, config.distillation_topk) == (0.25, 3)
+
+
+def test_the_parser_reads_every_option_from_the_command_line(tmp_path):
+    values = {**OTHER_VALUES, "distillation_is_clip": 1.5}
+    args = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true"]
+    for name, value in values.items():
+        args += [f"--{name}", str(value).replace("'", '"')]
+    (config,) = TrlParser([SDPOConfig]).parse_args_and_config(args=args)
+    assert {name: getattr(config, name) for name in NEW_FIELDS} == values
+
+
+def test_every_option_has_help_and_is_documented():
+    for field in dataclasses.fields(SDPOConfig):
+        if field.name in NEW_FIELDS:
+            assert field.metadata["help"]
+            assert f"        {field.name} (`" in SDPOConfig.__doc__
+
+
+# Public names
+
+
+def test_public_names():
+    assert sdpo_trl.__all__ == ["SDPOConfig", "SDPOTrainer", "feedback_reverse_kl", "select_feedback"]
+    assert issubclass(SDPOTrainer, GRPOTrainer) and issubclass(SDPOConfig, GRPOConfig)
+
+
+def test_public_signatures():
+    def parameters(function):
+        return {
+            name: (p.kind.name, p.default)
+            for name, p in inspect.signature(function).parameters.items()
+            if name != "self"
+        }
+
+    positional, keyword, empty = "POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY", inspect.Parameter.empty
+    assert parameters(select_feedback) == {
+        "question_ids": (positional, empty),
+        "success": (positional, empty),
+        "rich_feedback": (positional, empty),
+        "exclude_self": (keyword, False),
+    }
+    names = ["student_logits", "teacher_logits", "token_mask", "feedback_available"]
+    assert parameters(feedback_reverse_kl) == dict.fromkeys(names, (positional, empty))
+    ours = parameters(SDPOTrainer.__init__)
+    assert list(ours)[:3] == list(parameters(GRPOTrainer.__init__))[:3] == ["model", "reward_funcs", "args"]
+    assert ours["feedback_func"] == ours["teacher_model"] == (keyword, None)
+    others = {kind for kind, _ in list(ours.values())[3:]}
+    assert others == {"VAR_POSITIONAL", keyword, "VAR_KEYWORD"}  # all of GRPO's own, by name or place
+
+
+def test_grpo_arguments_pass_by_place(tmp_path):
+    trainer = SDPOTrainer(
+        tiny.build_model(), tiny.never, tiny.config(tmp_path), tiny.prompts(4), tiny.prompts(2), tiny.build_tokenizer()
+    )
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (4, 2)
