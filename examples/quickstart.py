@@ -2,18 +2,19 @@
 
     accelerate launch --config_file accelerate_configs/cpu.yaml examples/quickstart.py --seed 0
 
-A character-level Llama is warm-started (half a minute) so that it can *use* a hint in its prompt, but cannot know what
-the new names mean (`letters.py`). Then it answers bare prompts, and is trained by SDPO: each failed answer is read once
-more with a sibling's correct program or the outcome of its own failed tests in the prompt. GRPO gets the same number of
-rollouts, and does not see the feedback. Writes `results.json`, `curve.png` and the trained model to `--output_dir`.
+A character-level Llama is warm-started (a minute) so that it can *use* a hint in its prompt, but cannot know what the
+new names mean (`letters.py`). Then it answers bare prompts, and is trained by SDPO: each failed answer is read once
+more with a sibling's correct program or the outcome of its own failed tests in the prompt. GRPO gets the same number
+of rollouts, and does not see the feedback. Writes `results.json`, `curve.png` and the model to `--output_dir`.
 
-`--teacher`, `--alpha` and `--mode` are short for `--teacher_model_kind`, `--distillation_alpha`, `--distillation_mode`;
-`--use_peft` and every other option of SDPOConfig and trl.ModelConfig works too.
+`--teacher`, `--alpha` and `--mode` are short for `--teacher_model_kind`, `--distillation_alpha`,
+`--distillation_mode`; `--use_peft` and every other option of SDPOConfig and trl.ModelConfig works too.
 """
 
 import copy
 import json
 import os
+import sys
 import time
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -39,7 +40,7 @@ DEFAULTS = {
     "distillation_alpha": 0.0,
     "learning_rate": 5e-4,
     "weight_decay": 0.01,
-    "max_steps": 120,
+    "max_steps": 100,
     "per_device_train_batch_size": 64,
     "num_generations": 8,
     "max_completion_length": letters.MAX_COMPLETION_LENGTH,
@@ -51,15 +52,13 @@ DEFAULTS = {
     "bf16": False,
     "save_strategy": "no",
     "report_to": "none",
-    "logging_steps": 20,
+    "logging_steps": 40,
 }
+SHORT = {"--teacher": "--teacher_model_kind", "--alpha": "--distillation_alpha", "--mode": "--distillation_mode"}
 
 
 @dataclass
 class QuickstartArguments:
-    teacher: str | None = field(default=None, metadata={"help": "Short for --teacher_model_kind."})
-    alpha: float | None = field(default=None, metadata={"help": "Short for --distillation_alpha."})
-    mode: str | None = field(default=None, metadata={"help": "Short for --distillation_mode."})
     grpo_learning_rates: list[float] = field(
         default_factory=lambda: [3e-4, 1e-4], metadata={"help": "GRPO is run with each; the better one counts."}
     )
@@ -88,11 +87,12 @@ class SuccessCurve(TrainerCallback):
 def parse(argv: list[str] | None) -> tuple[QuickstartArguments, SDPOConfig, ModelConfig]:
     parser = TrlParser((QuickstartArguments, SDPOConfig, ModelConfig))
     parser.set_defaults(**DEFAULTS)
-    short = {"--teacher": "--teacher_model_kind", "--alpha": "--distillation_alpha", "--mode": "--distillation_mode"}
-    args = list(os.sys.argv[1:] if argv is None else argv)
-    args = [part for arg in args for part in [short.get(arg.partition("=")[0], arg.partition("=")[0]) +
-            (arg[arg.index("=") :] if "=" in arg and arg.startswith("--") else "")]]  # fmt: skip
-    return parser.parse_args_and_config(args)
+
+    def expand(argument: str) -> str:
+        name, equals, value = argument.partition("=")
+        return SHORT.get(name, name) + equals + value
+
+    return parser.parse_args_and_config([expand(argument) for argument in (sys.argv[1:] if argv is None else argv)])
 
 
 def run(trainer_class, model, tokenizer, args, tasks, every: int, peft_config):
@@ -140,6 +140,7 @@ def plot(results: dict, path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict:
     start = time.perf_counter()
+    torch.set_num_threads(1)  # so small a model gains little from more, and loses much where cores are shared
     options, args, model_args = parse(argv)
     folder = Path(args.output_dir)
     tasks = letters.all_tasks(args.seed)
@@ -153,8 +154,6 @@ def main(argv: list[str] | None = None) -> dict:
         "with_solution": letters.success_rate(model, tokenizer, tasks[0], "solution"),
         "with_feedback": letters.success_rate(model, tokenizer, tasks[0], "feedback"),
     }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # steps this small are faster on one thread
     peft_config = get_peft_config(model_args)
     trainer, sdpo = run(SDPOTrainer, model, tokenizer, args, tasks, options.measure_every, peft_config)
     trainer.save_model()
@@ -164,7 +163,6 @@ def main(argv: list[str] | None = None) -> dict:
         shared |= {"learning_rate": rate, "generation_batch_size": None, "output_dir": str(folder / "grpo")}
         config = GRPOConfig(**shared)
         _, grpo[str(rate)] = run(GRPOTrainer, model, tokenizer, config, tasks, options.measure_every, peft_config)
-    torch.set_num_threads(threads)
     best = max(grpo, key=lambda rate: grpo[rate]["after"])
     results = {
         "seed": args.seed,

@@ -11,6 +11,8 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
 
     Args: see [`SDPOTrainer`].
     """
+    if model is None:
+        raise TypeError("`model` is missing: give a Hub id, a folder, or a model.")
     if not isinstance(args, SDPOConfig):
         raise TypeError(
             f"`args` must be an `SDPOConfig`, got {type(args).__name__}. It takes all fields of GRPOConfig."

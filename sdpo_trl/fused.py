@@ -16,12 +16,14 @@ from .divergence import DivergenceSpec, coarse_divergence
 from .heads import MixedHead, TokenHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
-_BUFFER_BYTES = {"cpu": 16 << 20}
+_BUFFER_BYTES = {"cpu": 40 << 20}
 _DEFAULT_BUFFER_BYTES = 256 << 20
 # Bytes of the rows that the element-wise passes work on at a time, so that they stay in a CPU's cache.
-_BLOCK_BYTES = {"cpu": 1 << 20}
-_SMALLEST = 1e-37  # keeps the logarithm of a mixture finite where both distributions vanish in float32
-_IMPOSSIBLE = -1e30
+_BLOCK_BYTES = {"cpu": 8 << 20}
+_IMPOSSIBLE = -1e30  # stands for the log-probability of an impossible item
+# Between the two divergences a mixture is taken the logarithm of. With log-probabilities above these its items never
+# vanish, and no value changes: what lies below weighs less than 1e-37.
+_MIXTURE_FLOOR = {torch.float32: -87.0, torch.float64: -700.0}
 
 
 def chunk_length(vocab_size: int, item_bytes: int, device: torch.device) -> int:
@@ -90,20 +92,28 @@ def _excess(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _log_softmax_(x: torch.Tensor) -> torch.Tensor:
-    torch.ops.aten._log_softmax.out(x, -1, False, out=x)
-    return x.clamp_(min=_IMPOSSIBLE)
+    return torch.ops.aten._log_softmax.out(x, -1, False, out=x)
 
 
 def _full_divergence_(
-    s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, q: torch.Tensor, m: torch.Tensor, alpha: float
-):
+    s: torch.Tensor,
+    t: torch.Tensor,
+    p: torch.Tensor,
+    q: torch.Tensor,
+    m: torch.Tensor,
+    alpha: float,
+    teacher_entropy: torch.Tensor,
+) -> torch.Tensor:
     """
-    The divergence of a block, and its gradient with respect to the student's logits in place of `s`.
+    The divergence of a block, `(r, 1)`, and in place of `s` its gradient with respect to the student's logits, up to
+    the factor [`_gradient_scale`].
 
     Args:
         s, t: Log-probabilities `(r, V)` of student and teacher; both are overwritten.
         p, q: Their exponentials.
         m: Memory of the same shape.
+        alpha: See [`~sdpo_trl.divergence.divergence`].
+        teacher_entropy: `(r, 1)`.
     """
     if alpha == 0.0:
         value = _dot(q, t.sub_(s)) + _excess(p, q)
@@ -114,12 +124,17 @@ def _full_divergence_(
         value = _dot(p, s)
         s.sub_(value).mul_(p)
         return value + _excess(q, p)
-    torch.lerp(p, q, alpha, out=m).clamp_(min=_SMALLEST).log_()
+    torch.lerp(p, q, alpha, out=m).log_()
     s.sub_(m)
     student_part = _dot(p, s)
-    value = (1 - alpha) * student_part + alpha * (_dot(q, t) - _dot(q, m))
-    s.sub_(student_part).mul_(p).mul_(1 - alpha)
-    return value
+    s.sub_(student_part).mul_(p)
+    return (1 - alpha) * student_part - alpha * (teacher_entropy + _dot(q, m))
+
+
+def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:
+    """What the gradient that the block leaves behind is to be multiplied by, cheaply, after the product."""
+    mixes = spec.mode == "full_logits" or (spec.mode == "topk_logits" and spec.topk >= vocab_size)
+    return 1 - spec.alpha if mixes and 0.0 < spec.alpha < 1.0 else 1.0
 
 
 def _coarse_divergence_(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
@@ -138,10 +153,12 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     size = rows.stop - rows.start
     stats, spec = plan.statistics, plan.spec
     s = _log_softmax_(buffers.student[rows])
-    p = torch.exp(s, out=buffers.p[:size])
     ids = plan.token_ids[tokens, None]
-    log_prob, entropy = s.gather(-1, ids), -_dot(p, s)
-    stats["log_prob"][tokens], stats["entropy"][tokens] = log_prob.squeeze(-1), entropy.squeeze(-1)
+    stats["log_prob"][tokens] = s.gather(-1, ids).squeeze(-1)
+    floor = _MIXTURE_FLOOR[s.dtype] if 0.0 < spec.alpha < 1.0 else _IMPOSSIBLE
+    p = torch.exp(s.clamp_(min=floor), out=buffers.p[:size])
+    entropy = -_dot(p, s)
+    stats["entropy"][tokens] = entropy.squeeze(-1)
     if buffers.policy is not None:  # d log p(id) / d logits = onehot - p; the onehot is added after the product
         buffers.policy[rows] = p
     if buffers.entropy is not None:  # dH / d logits = -p (log p + H)
@@ -155,10 +172,11 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
         s.sub_(torch.logsumexp(s, dim=-1, keepdim=True))
         p = torch.exp(s, out=buffers.p[:size, :shared])
     t = _log_softmax_(buffers.teacher[rows])
-    q = torch.exp(t, out=buffers.q[:size, :shared])
     teacher_log_prob = t.gather(-1, ids)
     stats["teacher_log_prob"][tokens] = teacher_log_prob.squeeze(-1)
-    stats["teacher_entropy"][tokens] = -_dot(q, t).squeeze(-1)
+    q = torch.exp(t.clamp_(min=floor), out=buffers.q[:size, :shared])
+    teacher_entropy = -_dot(q, t)
+    stats["teacher_entropy"][tokens] = teacher_entropy.squeeze(-1)
     if spec.mode == "sampled_token":
         own = s.gather(-1, ids)
         gap = own - teacher_log_prob
@@ -167,7 +185,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     elif spec.mode == "topk_logits" and spec.topk < shared:
         value = _coarse_divergence_(s, t, p, spec)
     else:
-        value = _full_divergence_(s, t, p, q, buffers.m[:size, :shared], spec.alpha)
+        value = _full_divergence_(s, t, p, q, buffers.m[:size, :shared], spec.alpha, teacher_entropy)
     stats["divergence"][tokens] = value.squeeze(-1)
 
 
@@ -261,7 +279,8 @@ def _score_chunk(plan: FusedPlan, buffers: _Buffers, tokens: slice, saved: dict[
     if not plan.gradient:
         return
     if teacher is not None:
-        factor = (stats["ratio"][tokens] * plan.coefficients[tokens])[:, None]
+        scale = _gradient_scale(plan.spec, buffers.teacher.size(1))
+        factor = (stats["ratio"][tokens] * plan.coefficients[tokens])[:, None] * scale
         saved["loss"][tokens] = student.pull_back(buffers.student[:size], slope) * factor
         if "weight" in saved:
             student.add_weight_grad(tokens, buffers.student[:size], factor, saved["weight"], saved.get("bias"))
@@ -282,7 +301,7 @@ def _add_policy_weight_grad(plan: FusedPlan, log_prob_grad, entropy_grad, weight
         tokens = slice(start, min(start + plan.chunk, plan.token_ids.numel()))
         size = tokens.stop - start
         slope = None if slopes is None else slopes[:size]
-        s = _log_softmax_(student.logits_into(tokens, logits[:size], slope))
+        s = _log_softmax_(student.logits_into(tokens, logits[:size], slope)).clamp_(min=_IMPOSSIBLE)
         p = s.exp()
         grad = torch.zeros_like(p)
         if entropy_grad is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -415,6 +416,17 @@ class SDPOTrainer(GRPOTrainer):
         if self._distills and checkpoint is not None:
             for name, store in self._stores.items():
                 store.load(Path(checkpoint) / f"sdpo_{name}.safetensors")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        target = Path(output_dir or self.args.output_dir)
+        if self.is_world_process_zero():
+            # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
+            self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
+            card = Path(self.args.output_dir) / "README.md"
+            if target != card.parent:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(card, target)
+        super().save_model(output_dir, _internal_call)
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None

@@ -1,6 +1,7 @@
 """What a run leaves on disk: the student alone, a model card, and a table of rollouts."""
 
 import os
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -120,6 +121,17 @@ def test_a_model_built_in_memory_has_a_card_too(tmp_path, peft):
     trainer.create_model_card(model_name="mine")
     text = ModelCard.load(tmp_path / "README.md").text
     assert "SDPO" in text and "huggingface.co/None" not in text
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_saved_model_has_the_card_without_a_checkpoint_or_a_push(tmp_path, peft):
+    extra = {"trainer_peft_config": tiny.lora()} if peft else {}
+    trainer = tiny.trainer(tmp_path / "run", tiny.never, **extra)
+    for folder in (None, str(tmp_path / "elsewhere" / "mine")):
+        trainer.save_model(folder)
+        card = ModelCard.load(Path(folder or tmp_path / "run") / "README.md")
+        assert "SDPO" in card.text and "2601.20802" in card.text
+        assert {"trl", "sdpo"} <= set(card.data.tags)
 
 
 @pytest.mark.parametrize("chat", [False, True])

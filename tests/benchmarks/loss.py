@@ -11,12 +11,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
-import measure
-import torch
+import measure  # noqa: E402
+import torch  # noqa: E402
 
-from sdpo_trl.divergence import DivergenceSpec
-from sdpo_trl.heads import TokenHead
-from sdpo_trl.scores import ScoreRequest, score_tokens
+from sdpo_trl.divergence import DivergenceSpec  # noqa: E402
+from sdpo_trl.heads import TokenHead  # noqa: E402
+from sdpo_trl.scores import ScoreRequest, score_tokens  # noqa: E402
 
 
 def inputs(n: int, hidden: int, vocab: int):
