@@ -16,14 +16,13 @@ from .divergence import DivergenceSpec, coarse_divergence
 from .heads import MixedHead, TokenHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
-_BUFFER_BYTES = {"cpu": 40 << 20}
+_BUFFER_BYTES = {"cpu": 34 << 20}
 _DEFAULT_BUFFER_BYTES = 256 << 20
 # Bytes of the rows that the element-wise passes work on at a time, so that they stay in a CPU's cache.
 _BLOCK_BYTES = {"cpu": 8 << 20}
 _IMPOSSIBLE = -1e30  # stands for the log-probability of an impossible item
-# Between the two divergences a mixture is taken the logarithm of. With log-probabilities above these its items never
-# vanish, and no value changes: what lies below weighs less than 1e-37.
-_MIXTURE_FLOOR = {torch.float32: -87.0, torch.float64: -700.0}
+# What keeps the logarithm of a mixture finite where both distributions vanish.
+_SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}
 
 
 def chunk_length(vocab_size: int, item_bytes: int, device: torch.device) -> int:
@@ -42,6 +41,7 @@ class FusedPlan:
         chunk (`int`): Tokens per chunk.
         gradient (`bool`): Whether the loss will be differentiated.
         weight_gradient (`bool`): Whether the student's output matrix trains.
+        may_exclude (`bool`): Whether a head can give -inf, as one whose bias masks items can.
     """
 
     student: TokenHead
@@ -56,6 +56,7 @@ class FusedPlan:
     chunk: int
     gradient: bool
     weight_gradient: bool
+    may_exclude: bool
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -124,7 +125,7 @@ def _full_divergence_(
         value = _dot(p, s)
         s.sub_(value).mul_(p)
         return value + _excess(q, p)
-    torch.lerp(p, q, alpha, out=m).log_()
+    torch.lerp(p, q, alpha, out=m).clamp_(min=_SMALLEST[m.dtype]).log_()
     s.sub_(m)
     student_part = _dot(p, s)
     s.sub_(student_part).mul_(p)
@@ -155,8 +156,9 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     s = _log_softmax_(buffers.student[rows])
     ids = plan.token_ids[tokens, None]
     stats["log_prob"][tokens] = s.gather(-1, ids).squeeze(-1)
-    floor = _MIXTURE_FLOOR[s.dtype] if 0.0 < spec.alpha < 1.0 else _IMPOSSIBLE
-    p = torch.exp(s.clamp_(min=floor), out=buffers.p[:size])
+    if plan.may_exclude:
+        s.clamp_(min=_IMPOSSIBLE)
+    p = torch.exp(s, out=buffers.p[:size])
     entropy = -_dot(p, s)
     stats["entropy"][tokens] = entropy.squeeze(-1)
     if buffers.policy is not None:  # d log p(id) / d logits = onehot - p; the onehot is added after the product
@@ -174,7 +176,9 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     t = _log_softmax_(buffers.teacher[rows])
     teacher_log_prob = t.gather(-1, ids)
     stats["teacher_log_prob"][tokens] = teacher_log_prob.squeeze(-1)
-    q = torch.exp(t.clamp_(min=floor), out=buffers.q[:size, :shared])
+    if plan.may_exclude:
+        t.clamp_(min=_IMPOSSIBLE)
+    q = torch.exp(t, out=buffers.q[:size, :shared])
     teacher_entropy = -_dot(q, t)
     stats["teacher_entropy"][tokens] = teacher_entropy.squeeze(-1)
     if spec.mode == "sampled_token":

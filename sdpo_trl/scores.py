@@ -95,6 +95,7 @@ def score_tokens(
     item = torch.promote_types(student.matmul_dtype, torch.float32).itemsize
     count = request.token_ids.numel()
     chunk = request.chunk_size or chunk_length(student.vocab_size, item, student.hidden.device)
+    teachers = [teacher.base, teacher.live] if isinstance(teacher, MixedHead) else [teacher]
     plan = FusedPlan(
         student=student.detach(),
         teacher=teacher,
@@ -108,6 +109,7 @@ def score_tokens(
         chunk=max(min(chunk, count), 1),
         gradient=torch.is_grad_enabled() and (student.hidden.requires_grad or weight_gradient),
         weight_gradient=weight_gradient,
+        may_exclude=any(head is not None and head.bias is not None for head in (student, *teachers)),
     )
     loss, log_prob, own_entropy = FusedScores.apply(student.hidden, student.weight, student.bias, plan)
     values = plan.statistics
