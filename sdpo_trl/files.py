@@ -1,0 +1,55 @@
+"""What is written and read back: the student alone where it is exported, the teacher beside it in a checkpoint.
+
+Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
+"""
+
+import shutil
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .teacher import WeightStore
+
+
+class FilesTrainer(GRPOTrainer):
+    """GRPO whose checkpoints hold the stores too, and whose card names the base model also when that is a folder."""
+
+    _stores: dict[str, WeightStore]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self._distills and self.args.should_save:
+            for name, store in self._stores.items():
+                store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._distills and checkpoint is not None:
+            for name, store in self._stores.items():
+                store.load(Path(checkpoint) / f"sdpo_{name}.safetensors")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        target = Path(output_dir or self.args.output_dir)
+        if self.is_world_process_zero():
+            # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
+            self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
+            card = Path(self.args.output_dir) / "README.md"
+            if target != card.parent:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(card, target)
+        super().save_model(output_dir, _internal_call)
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None
+    ) -> None:
+        super().create_model_card(model_name, dataset_name, tags)
+        path = Path(self.args.output_dir) / "README.md"
+        source = get_config_model_id(self.model.config)
+        if self.is_world_process_zero() and (not source or Path(source).is_dir()):
+            # TRL names no base model that is not on the Hub; its metadata must stay empty, its text need not.
+            name = f"`{Path(source).name}` (a local folder)" if source else "a model built from its configuration"
+            card = ModelCard.load(path)
+            card.text = card.text.replace("[None](https://huggingface.co/None)", name)
+            card.save(path)
