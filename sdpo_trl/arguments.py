@@ -37,6 +37,10 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
             raise ValueError(
                 "`teacher_model` is the student itself: use `teacher_model_kind='live'` or 'base' instead."
             )
+        if not isinstance(model, str) and not isinstance(teacher_model, str):
+            own = {id(parameter) for parameter in model.parameters()}
+            if any(id(parameter) in own for parameter in teacher_model.parameters()):
+                raise ValueError("`teacher_model` shares parameters with the student. Pass a copy (`copy.deepcopy`).")
         changed = [name for name in ("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix")
                    if getattr(args, name) != SDPOConfig._default(name)]  # fmt: skip
         if changed:

@@ -66,7 +66,7 @@ class SDPOConfig(GRPOConfig):
             `r` of the EMA teacher, `t <- (1 - r) t + r s`, in `[0, 1]`.
         teacher_sync_steps (`int`, *optional*):
             Optimizer steps between two moves of the teacher. `None` moves an EMA teacher once per rollout batch, the
-            paper's cadence. Required by `"snapshot"`.
+            paper's cadence (at most once per optimizer step). Required by `"snapshot"`.
         teacher_mix (`float`, *optional*, defaults to `0.01`):
             Share of the live model in a trust-region teacher, in `[0, 1]`.
         teacher_model_init_kwargs (`dict`, *optional*):
@@ -270,7 +270,7 @@ class SDPOConfig(GRPOConfig):
         kind = self.teacher_model_kind
         policy_only = [
             "epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos",
-            "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "importance_sampling_level",
+            "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
             "off_policy_mask_threshold",
         ]  # fmt: skip
         return [
@@ -292,6 +292,7 @@ class SDPOConfig(GRPOConfig):
                 "a `diagnostics_warning_interval` above 0",
             ),
             ("top_entropy_quantile", policy or bonus, "a policy term (`distillation_weight < 1`) or an entropy bonus"),
+            ("importance_sampling_level", policy or self.beta != 0.0, "a policy term or a KL anchor"),
             *((name, policy, "a policy term (`distillation_weight < 1`)") for name in policy_only),
         ]
 

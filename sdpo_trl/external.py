@@ -6,6 +6,7 @@ Knows: loading, preparing and checking it. Deliberately does not know: prompts, 
 import logging
 from pathlib import Path
 
+from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
@@ -50,14 +51,17 @@ def load_external_teacher(
     if isinstance(teacher, str):
         name = teacher
         teacher = create_model_from_path(teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})})
+    elif is_peft_model(teacher):
+        raise ValueError("`teacher_model` is a `PeftModel`. Pass `teacher_model.merge_and_unload()`.")
     elif init_kwargs:
         raise ValueError(
             "`teacher_model_init_kwargs` is for a `teacher_model` given as a path; yours is a model object."
         )
     else:
         name = get_config_model_id(teacher.config)
-    # A folder may hold weights alone; a Hub id always comes with its tokenizer.
-    if name and (not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file()):
+    # A folder may hold weights alone, or be gone; a Hub id always comes with its tokenizer.
+    local = Path(name).is_dir() or Path(name).is_absolute()
+    if name and (not local or (Path(name) / "tokenizer_config.json").is_file()):
         check_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
     else:
         logger.warning(

@@ -111,8 +111,7 @@ def check_texts(texts: object, count: int, source: str) -> list[str | None]:
     for row, text in enumerate(texts):
         if text is not None and not isinstance(text, str):
             raise TypeError(
-                f"{source} gave a {type(text).__name__} as the feedback of rollout {row}; it must be a "
-                "`str` or `None`."
+                f"{source} gave a {type(text).__name__} as the text of rollout {row}; it must be a `str` or `None`."
             )
     return [text if text is not None and text.strip() else None for text in texts]
 

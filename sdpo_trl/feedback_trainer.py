@@ -5,8 +5,7 @@ Knows: TRL's rollouts and rewards, prompts. Deliberately does not know: losses, 
 
 import asyncio
 import atexit
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,24 +14,13 @@ from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in
 
 from . import rollouts as rollout_rules
 from .batches import vision_inputs
-from .files import FilesTrainer
+from .files import FilesTrainer, attribute
 from .metrics import MetricSums
 from .reprompt import strip_thinking
 from .rollouts import Rollouts, Routing
 from .teacher import evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
-
-
-@contextmanager
-def attribute(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Give an attribute another value within the context."""
-    previous = getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        setattr(target, name, previous)
 
 
 class FeedbackTrainer(FilesTrainer):
@@ -50,6 +38,7 @@ class FeedbackTrainer(FilesTrainer):
     _prompt_builder: TeacherPromptBuilder
     _teacher_pass: TeacherPass
     _sums: MetricSums
+    _known_tokens: int
 
     @property
     def _mode(self) -> str:
@@ -79,6 +68,11 @@ class FeedbackTrainer(FilesTrainer):
             self._feedback_calls.append(values)  # shown in the table once, joined, by `_calculate_rewards`
         else:
             super()._log_completion_extra(column, values)
+
+    def _active(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The tokens that are distilled, bool of shape `(B, T)`."""
+        known = inputs["completion_ids"] < self._known_tokens
+        return self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
@@ -159,7 +153,7 @@ class FeedbackTrainer(FilesTrainer):
         routing = self._route(output)
         built = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
         available = torch.tensor([hint is not None for hint in routing.hints], device=device)
-        active = self._loss_mask(output) & available[:, None]  # (B, T)
+        active = self._active({**output, "feedback_available": available})  # (B, T)
         counts = torch.stack([active.sum(), active.any(dim=1).sum()])
         counts = self.accelerator.reduce(counts, reduction="sum")
         self._sums.add_batch(

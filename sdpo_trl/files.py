@@ -3,14 +3,27 @@
 Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
 """
 
-import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .teacher import WeightStore
+
+
+@contextmanager
+def attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value within the context."""
+    previous = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, previous)
 
 
 class FilesTrainer(GRPOTrainer):
@@ -32,13 +45,9 @@ class FilesTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)
-        if self.is_world_process_zero():
-            # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
+        # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
+        with attribute(self.args, "output_dir", str(target)):
             self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
-            card = Path(self.args.output_dir) / "README.md"
-            if target != card.parent:
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copy(card, target)
         super().save_model(output_dir, _internal_call)
 
     def create_model_card(

@@ -103,7 +103,6 @@ def _full_divergence_(
     q: torch.Tensor,
     m: torch.Tensor,
     alpha: float,
-    teacher_entropy: torch.Tensor,
 ) -> torch.Tensor:
     """
     The divergence of a block, `(r, 1)`, and in place of `s` its gradient with respect to the student's logits, up to
@@ -114,7 +113,6 @@ def _full_divergence_(
         p, q: Their exponentials.
         m: Memory of the same shape.
         alpha: See [`~sdpo_trl.divergence.divergence`].
-        teacher_entropy: `(r, 1)`.
     """
     if alpha == 0.0:
         value = _dot(q, t.sub_(s)) + _excess(p, q)
@@ -129,7 +127,7 @@ def _full_divergence_(
     s.sub_(m)
     student_part = _dot(p, s)
     s.sub_(student_part).mul_(p)
-    return (1 - alpha) * student_part - alpha * (teacher_entropy + _dot(q, m))
+    return (1 - alpha) * student_part + alpha * _dot(q, t.sub_(m))
 
 
 def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:
@@ -179,8 +177,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     if plan.may_exclude:
         t.clamp_(min=_IMPOSSIBLE)
     q = torch.exp(t, out=buffers.q[:size, :shared])
-    teacher_entropy = -_dot(q, t)
-    stats["teacher_entropy"][tokens] = teacher_entropy.squeeze(-1)
+    stats["teacher_entropy"][tokens] = -_dot(q, t).squeeze(-1)
     if spec.mode == "sampled_token":
         own = s.gather(-1, ids)
         gap = own - teacher_log_prob
@@ -189,7 +186,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     elif spec.mode == "topk_logits" and spec.topk < shared:
         value = _coarse_divergence_(s, t, p, spec)
     else:
-        value = _full_divergence_(s, t, p, q, buffers.m[:size, :shared], spec.alpha, teacher_entropy)
+        value = _full_divergence_(s, t, p, q, buffers.m[:size, :shared], spec.alpha)
     stats["divergence"][tokens] = value.squeeze(-1)
 
 

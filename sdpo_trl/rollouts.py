@@ -72,6 +72,8 @@ def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
     for call in calls:
         if isinstance(call, str):
             raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got a `str`: {call[:80]!r}.")
+        if not isinstance(call, Sequence):
+            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got {type(call).__name__}.")
         if len(call) == count:
             rounds.append(check_texts(call, count, source))
         elif len(call) == 1:

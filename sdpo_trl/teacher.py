@@ -61,6 +61,9 @@ class WeightStore:
 
     def _pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         parameters = dict(self._model.named_parameters())
+        for name, value in self._values.items():
+            if value.device != parameters[name].device:  # the model was moved after the store was made
+                self._values[name] = value.to(parameters[name].device)
         return [(parameters[name], value) for name, value in self._values.items()]
 
     @contextmanager
@@ -107,7 +110,8 @@ class WeightStore:
         if not path.is_file():
             raise FileNotFoundError(
                 f"The checkpoint lacks {path.name}, so it was written without this teacher (another "
-                "`teacher_model_kind`, or another trainer). Resume with the settings it was written with, or start a "
+                "`teacher_model_kind`, `save_only_model=True`, or another trainer). Resume with the settings it was "
+                "written with, or start a "
                 f"new run from its weights by passing {str(path.parent)!r} as the model."
             )
         saved = load_file(path)
@@ -127,12 +131,17 @@ class Teacher:
 
     Args:
         model (`torch.nn.Module`): The model as TRL runs it outside the training graph.
+        lives (`bool`): Whether the model is the student, which moves with each optimizer step.
+
+    `version` counts the moves of the weights: what was computed under another version is of another teacher.
     """
 
     store: WeightStore | None = None
+    version: int = 0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, lives: bool) -> None:
         self._model = model
+        self._lives = lives
 
     def head(self, run: Run) -> "TokenHead | MixedHead":
         """
@@ -146,16 +155,17 @@ class Teacher:
 
     def step_finished(self, global_step: int, batch_finished: bool) -> None:
         """Called after each optimizer step; moves the weights if it is time."""
+        self.version += self._lives
 
-    def rests_within(self, steps_per_batch: float, *, lives: bool) -> bool:
+    def rests_within(self, batch: int, step: int) -> bool:
         """
-        Whether the weights stay the same while one rollout batch is trained on.
+        Whether the weights are expected to stay the same while one rollout batch is trained on.
 
         Args:
-            steps_per_batch (`float`): Optimizer steps per rollout batch, `> 0`.
-            lives (`bool`): Whether the model is the student, which moves with each of them.
+            batch (`int`): Micro-batches that one rollout batch is trained on.
+            step (`int`): Micro-batches per optimizer step.
         """
-        return not lives or steps_per_batch <= 1
+        return not self._lives or step % batch == 0
 
 
 class StoredTeacher(Teacher):
@@ -170,7 +180,7 @@ class StoredTeacher(Teacher):
     """
 
     def __init__(self, student: nn.Module, store: WeightStore, rate: float = 0.0, every: int | None = None) -> None:
-        super().__init__(student)
+        super().__init__(student, lives=False)
         self.store = store
         self._rate = rate
         self._every = every
@@ -185,10 +195,13 @@ class StoredTeacher(Teacher):
         due = batch_finished if self._every is None else global_step % self._every == 0
         if due and self._rate > 0.0:
             self.store.move(self._rate)
+            self.version += 1
 
-    def rests_within(self, steps_per_batch: float, *, lives: bool) -> bool:
+    def rests_within(self, batch: int, step: int) -> bool:
         """See [`Teacher.rests_within`]."""
-        return self._rate == 0.0 or self._every is None or steps_per_batch <= 1 or self._every % steps_per_batch == 0
+        if self._rate == 0.0 or step % batch == 0:
+            return True
+        return batch % step == 0 and (self._every is None or self._every % (batch // step) == 0)
 
 
 class TrustRegionTeacher(StoredTeacher):
@@ -223,7 +236,7 @@ def build_teacher(model: nn.Module, args: Any, stores: dict[str, WeightStore]) -
     """
     kind = args.teacher_model_kind
     if kind == "live":
-        return Teacher(model)
+        return Teacher(model, lives=True)
     if kind == "trust_region":
         return TrustRegionTeacher(model, stores["initial_policy"], args.teacher_mix)
     if kind == "base":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import DynamicCache
 
 from .batches import vision_inputs
@@ -86,10 +87,25 @@ def shares_prefixes(model: Any) -> bool:
     """Whether a cache of keys and values can stand for a prefix: full attention in every layer, with a plain mask."""
     config = model.config.get_text_config()
     values = config.to_dict()
+    rotary = _values_of("rope_type", values) <= {
+        None,
+        "default",
+        "linear",
+        "llama3",
+        "yarn",
+    }  # not those of the length
     plain = all(kind == "full_attention" for kind in values.get("layer_types") or [])
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
     known = config._attn_implementation in ("eager", "sdpa")
-    return plain and not windowed and known and not values.get("is_encoder_decoder") and model._supports_sdpa
+    attends = model._supports_sdpa and not model._is_stateful and not values.get("is_encoder_decoder")
+    return plain and rotary and not windowed and known and attends
+
+
+def _values_of(key: str, tree: Any) -> set[Any]:
+    """All values of `key` in nested dictionaries."""
+    if not isinstance(tree, dict):
+        return set()
+    return {value for name, value in tree.items() if name == key}.union(*(_values_of(key, x) for x in tree.values()))
 
 
 class TeacherPass:
@@ -108,7 +124,9 @@ class TeacherPass:
         self._teacher = teacher
         self._tap = tap
         self._once = once_per_batch and not isinstance(teacher, TrustRegionTeacher)
-        self._shares = not trainer._is_vlm and shares_prefixes(tap.model)
+        prompt_learning = is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning
+        usual = not (trainer._is_vlm or prompt_learning or trainer.pad_to_multiple_of)
+        self._shares = usual and shares_prefixes(tap.model)
         self._verified = False
         # Newer versions of transformers call it `cache`, and deprecate the older name.
         accepted = inspect.signature(type(tap.model.base_model).forward).parameters
@@ -123,7 +141,7 @@ class TeacherPass:
             output (`dict`): TRL's batch with the teacher's prompts.
             available (`torch.Tensor`): bool of shape `(B,)`; other rows stay zero.
         """
-        if not self._once or vision_inputs(output):
+        if not self._once or self._trainer._is_vlm:
             return {}
         trainer = self._trainer
         training = trainer.model.training
@@ -142,7 +160,11 @@ class TeacherPass:
         states = torch.cat(made)
         hidden = states.new_zeros(available.numel(), *states.shape[1:])
         hidden[rows] = states
-        return {"teacher_hidden": hidden if hidden.nbytes <= _DEVICE_BYTES else hidden.cpu()}
+        version = torch.tensor(self._teacher.version)
+        return {
+            "teacher_hidden": hidden if hidden.nbytes <= _DEVICE_BYTES else hidden.cpu(),
+            "teacher_version": version,
+        }
 
     def head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
         """
@@ -153,6 +175,8 @@ class TeacherPass:
             active (`torch.Tensor`): bool of shape `(B, T)`.
         """
         cached = inputs.get("teacher_hidden")
+        if cached is not None and int(inputs["teacher_version"]) != self._teacher.version:
+            cached = None  # the teacher has moved since
         rows = active.any(dim=1).nonzero().squeeze(1)
         if vision_inputs(inputs):
             rows = torch.arange(active.size(0), device=active.device)  # images are not aligned with rows
@@ -205,12 +229,18 @@ class TeacherPass:
         keys = [tuple(inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()) for row in chosen]
         return plan_prefixes(prompts, keys)
 
+    def _completions(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """The sampled ids; those that the teacher's embedding lacks are never scored."""
+        return inputs["completion_ids"].clamp(max=self._trainer._known_tokens - 1)
+
     def _plain_hidden(self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
         vision = vision_inputs(inputs)
         length = inputs["completion_ids"].size(1)
         prompt_mask = inputs["teacher_prompt_mask"][rows]
         start = int(prompt_mask.any(dim=0).int().argmax())  # padding that all rows share
-        ids = torch.cat([inputs["teacher_prompt_ids"][rows, start:], inputs["completion_ids"][rows]], dim=1)
+        if self._trainer.pad_to_multiple_of:
+            start = 0
+        ids = torch.cat([inputs["teacher_prompt_ids"][rows, start:], self._completions(inputs)[rows]], dim=1)
         mask = torch.cat([prompt_mask[:, start:], inputs["completion_mask"][rows]], dim=1)
         for key in ("token_type_ids", "mm_token_type_ids"):
             if key in vision:
@@ -234,6 +264,6 @@ class TeacherPass:
             cache.batch_select_indices(group)
             mask = torch.cat([prefix_mask[group], rest_mask, inputs["completion_mask"][rows]], dim=1)
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix_ids.size(1) :]
-            ids = torch.cat([rest_ids, inputs["completion_ids"][rows]], dim=1)
+            ids = torch.cat([rest_ids, self._completions(inputs)[rows]], dim=1)
             model(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
         return heads[1].hidden[:, -length - 1 : -1]

@@ -46,6 +46,9 @@ class TeacherPromptBuilder:
         self._templates = trainer.args.templates
         self._placement = trainer.args.reprompt_placement
         self._budget = trainer.args.max_reprompt_len
+        positions = trainer.model.config.get_text_config().to_dict().get("max_position_embeddings") or 0
+        if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
+            self._budget = min(self._budget, positions - trainer.max_completion_length)
         self._header_checked = False
 
     def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
@@ -71,15 +74,12 @@ class TeacherPromptBuilder:
             tokenized, fields = self._tokenize(written, wanted)
             for i, row in zip(wanted, tokenized, strict=True):
                 ids[i] = list(row)
-            types = {key: fields[key] for key in _PER_TOKEN if images and key in fields}
+            types = {key: list(fields[key]) for key in _PER_TOKEN if images and key in fields}
             for i in wanted:
                 if hints[i] is not None and len(ids[i]) > self._budget:
-                    if images:
-                        raise ValueError(
-                            f"The teacher's prompt of row {i} has {len(ids[i])} tokens with its images, more than "
-                            f"`max_reprompt_len={self._budget}`. Raise it: prompts with images are not cut."
-                        )
-                    ids[i] = self._fit(i, prompts[i], hints[i])
+                    ids[i], fitted = self._fit(i, prompts[i], hints[i])
+                    for key, rows in types.items():
+                        rows[wanted.index(i)] = fitted[key][0]
                     shortened += 1
             self._check_header(prompts, hints, ids, output)
         tensors = {
@@ -104,7 +104,10 @@ class TeacherPromptBuilder:
         return teacher_prompt(prompt, hint, self._templates, self._placement)
 
     def _pad(self, rows: list[list[int]], value: int) -> torch.Tensor:
-        return pad([torch.tensor(row) for row in rows], padding_value=value, padding_side="left")
+        multiple = self._trainer.pad_to_multiple_of
+        return pad(
+            [torch.tensor(r) for r in rows], padding_value=value, padding_side="left", pad_to_multiple_of=multiple
+        )
 
     def _tokenize(self, prompts: list[Prompt], rows: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
         """TRL's own tokenisation of the student's prompts, for the given rows of the batch."""
@@ -124,7 +127,7 @@ class TeacherPromptBuilder:
                 trainer._batch_environments = everything
         return ids, fields
 
-    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> list[int]:
+    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[list[int], dict[str, Any]]:
         def fits(candidate: Hint) -> bool:
             return len(self._tokenize([self._write(prompt, candidate)], [row])[0][0]) <= self._budget
 
@@ -132,10 +135,11 @@ class TeacherPromptBuilder:
         if kept is None:
             raise ValueError(
                 f"The teacher's prompt of row {row} leaves no room for its feedback within `max_reprompt_len="
-                f"{self._budget}`. Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
+                f"{self._budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
                 "never cut."
             )
-        return list(self._tokenize([self._write(prompt, kept)], [row])[0][0])
+        ids, fields = self._tokenize([self._write(prompt, kept)], [row])
+        return list(ids[0]), fields
 
     def _check_header(
         self, prompts: list[Prompt], hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]

@@ -12,11 +12,12 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from .arguments import check_arguments
-from .batches import take_rows, trim_padding, vision_inputs
+from .batches import take_rows, trim_padding
 from .callbacks import HealthMonitor, TeacherUpdateCallback
 from .config import SDPOConfig
 from .external import load_external_teacher, prepare_external_teacher
-from .feedback_trainer import FeedbackTrainer, attribute
+from .feedback_trainer import FeedbackTrainer
+from .files import attribute
 from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
 from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
@@ -118,6 +119,10 @@ class SDPOTrainer(FeedbackTrainer):
                 "Nothing could teach: `use_successful_as_teacher` and `include_environment_feedback` are off, and the "
                 "dataset has no `demonstration` column. Turn one on, or add the column."
             )
+        if self.reward_func_names.count(args.success_reward_func) > 1:
+            raise ValueError(
+                f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one of them."
+            )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
@@ -127,11 +132,14 @@ class SDPOTrainer(FeedbackTrainer):
             self._teacher = build_teacher(self.model, args, self._stores)
         else:
             self._teacher, teacher_tap = self._external_teacher(teacher_model)
-        steps_per_batch = args.steps_per_generation * self.num_iterations / args.gradient_accumulation_steps
-        once = self._teacher.rests_within(steps_per_batch, lives=teacher_model is None)
+        once = self._teacher.rests_within(
+            batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
+        )
         self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches))
         self._prompt_builder = TeacherPromptBuilder(self)
+        # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
+        self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
         self._sums = MetricSums(
             self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
         )
@@ -149,7 +157,7 @@ class SDPOTrainer(FeedbackTrainer):
             model, self.args.teacher_model_init_kwargs, self._tokenizer, self.args.trust_remote_code
         )
         prepared = prepare_external_teacher(loaded, self.temperature, self)
-        return Teacher(prepared), self._make_tap(loaded)
+        return Teacher(prepared, lives=False), self._make_tap(loaded)
 
     def _finished_rollout_batches(self) -> int:
         return self._step // (self.args.steps_per_generation * self.num_iterations)
@@ -160,7 +168,7 @@ class SDPOTrainer(FeedbackTrainer):
         if not self._distills:
             return super()._compute_loss(model, inputs)
         inputs = self._needed(inputs)
-        active = self._loss_mask(inputs) & inputs["feedback_available"][:, None]  # (B, T)
+        active = self._active(inputs)  # (B, T)
         teacher = self._teacher_pass.head(inputs, active)
         scored: list[TokenScores] = []
 
@@ -210,15 +218,15 @@ class SDPOTrainer(FeedbackTrainer):
 
     def _needed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Without a policy term, the rows that are distilled (and others where another process has more of them)."""
-        if vision_inputs(inputs):
+        if self._is_vlm:
             return inputs  # images are not aligned with rows
         if not (self._has_policy_term or self._entropy_bonus_enabled or self.aux_loss_enabled):
-            active = (self._loss_mask(inputs) & inputs["feedback_available"][:, None]).any(dim=1)  # (B,)
+            active = self._active(inputs).any(dim=1)  # (B,)
             # TRL gathers values per row, so all processes run as many rows as the one that has most to learn.
             count = int(self.accelerator.gather(active.sum().clamp(min=1).reshape(1)).max())
             rows = active.int().argsort(descending=True, stable=True)[:count]
             inputs = take_rows(inputs, rows)
-        return trim_padding(inputs)
+        return inputs if self.pad_to_multiple_of else trim_padding(inputs)
 
     def _policy_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """TRL's inputs with its advantages at their share: every `loss_type` is linear in them for one sign."""

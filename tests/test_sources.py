@@ -236,7 +236,7 @@ def test_an_environment_without_feedback_gives_none(tmp_path):
     trainer = tiny.trainer(tmp_path, tiny.never, trainer_environment_factory=Silent, **options)
     assert {hint for *_, hint in told_rows(trainer)} == {None}
     trainer = tiny.trainer(tmp_path, tiny.never, trainer_environment_factory=Wrong, **options)
-    with pytest.raises(TypeError, match="The environments' `feedback` gave a int as the feedback of rollout 0"):
+    with pytest.raises(TypeError, match="The environments' `feedback` gave a int as the text of rollout 0"):
         told_rows(trainer)
 
 
@@ -368,7 +368,7 @@ def logs(value):
         (gives(["a"] * 7), ValueError, "`feedback_func` gave 7 feedback texts, but there are 8 rollouts"),
         (gives("text"), TypeError, "`feedback_func` must give a list with one `str` or `None` per rollout, got str"),
         (gives(None), TypeError, "`feedback_func` must give a list.*got NoneType"),
-        (gives([None] * 5 + [4] + ["a"] * 2), TypeError, "`feedback_func` gave a int as the feedback of rollout 5"),
+        (gives([None] * 5 + [4] + ["a"] * 2), TypeError, "`feedback_func` gave a int as the text of rollout 5"),
         (logs(["a"] * 3), ValueError, r"log_extra\('feedback', ...\)` gave 3 feedback texts, but there are 8"),
         (logs(["a"] * 3 + [1.5] + ["a"] * 4), TypeError, r"`log_extra\('feedback', ...\)` gave a float.*rollout 3"),
         (logs("wrong!!!"), TypeError, "needs a list with one `str` or `None` per rollout, got (one|a) `str`"),
