@@ -254,7 +254,9 @@ class HeadTap:
     def _forward(self, inner, *args, **kwargs):
         mask = kwargs.get("attention_mask")
         if self._number_positions and kwargs.get("fused_lm_head") and mask is not None:
-            kwargs.setdefault("position_ids", (mask.long().cumsum(-1) - 1).clamp(min=0))
+            given = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+            positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+            kwargs.setdefault("position_ids", positions[:, -given.size(1) :])  # the mask may also cover a cache
         if self._consumer is None:
             return inner(*args, **kwargs)
         if kwargs.get("output_router_logits"):

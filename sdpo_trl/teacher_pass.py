@@ -87,13 +87,8 @@ def shares_prefixes(model: Any) -> bool:
     """Whether a cache of keys and values can stand for a prefix: full attention in every layer, with a plain mask."""
     config = model.config.get_text_config()
     values = config.to_dict()
-    rotary = _values_of("rope_type", values) <= {
-        None,
-        "default",
-        "linear",
-        "llama3",
-        "yarn",
-    }  # not those of the length
+    # Frequencies that follow the length of the input ("dynamic", "longrope") differ between a prefix and the whole.
+    rotary = _values_of("rope_type", values) <= {None, "default", "linear", "llama3", "yarn"}
     plain = all(kind == "full_attention" for kind in values.get("layer_types") or [])
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
     known = config._attn_implementation in ("eager", "sdpa")

@@ -46,7 +46,8 @@ class TeacherPromptBuilder:
         self._templates = trainer.args.templates
         self._placement = trainer.args.reprompt_placement
         self._budget = trainer.args.max_reprompt_len
-        positions = trainer.model.config.get_text_config().to_dict().get("max_position_embeddings") or 0
+        # Some architectures have no such limit; others name it differently, which only the attribute knows.
+        positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or 0
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
         self._header_checked = False
@@ -104,10 +105,8 @@ class TeacherPromptBuilder:
         return teacher_prompt(prompt, hint, self._templates, self._placement)
 
     def _pad(self, rows: list[list[int]], value: int) -> torch.Tensor:
-        multiple = self._trainer.pad_to_multiple_of
-        return pad(
-            [torch.tensor(r) for r in rows], padding_value=value, padding_side="left", pad_to_multiple_of=multiple
-        )
+        tensors = [torch.tensor(row) for row in rows]
+        return pad(tensors, value, padding_side="left", pad_to_multiple_of=self._trainer.pad_to_multiple_of)
 
     def _tokenize(self, prompts: list[Prompt], rows: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
         """TRL's own tokenisation of the student's prompts, for the given rows of the batch."""
@@ -135,8 +134,8 @@ class TeacherPromptBuilder:
         if kept is None:
             raise ValueError(
                 f"The teacher's prompt of row {row} leaves no room for its feedback within `max_reprompt_len="
-                f"{self._budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, or shorten the prompts or the templates: the question is "
-                "never cut."
+                f"{self._budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, "
+                "or shorten the prompts or the templates: the question is never cut."
             )
         ids, fields = self._tokenize([self._write(prompt, kept)], [row])
         return list(ids[0]), fields

@@ -121,7 +121,7 @@ class SDPOTrainer(FeedbackTrainer):
             )
         if self.reward_func_names.count(args.success_reward_func) > 1:
             raise ValueError(
-                f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one of them."
+                f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one."
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
