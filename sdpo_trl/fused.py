@@ -234,8 +234,8 @@ class FusedScores(torch.autograd.Function):
         weight_grad, bias_grad = saved.get("weight"), saved.get("bias")
         if loss_grad is not None and "loss" in saved:
             grad.add_(saved["loss"] * loss_grad)
-            weight_grad = None if weight_grad is None else weight_grad * loss_grad
-            bias_grad = None if bias_grad is None else bias_grad * loss_grad
+            weight_grad = None if weight_grad is None else weight_grad.mul_(loss_grad)
+            bias_grad = None if bias_grad is None else bias_grad.mul_(loss_grad)
         for name, upstream in (("policy", log_prob_grad), ("entropy", entropy_grad)):
             if upstream is not None and name in saved:
                 grad.add_(saved[name] * upstream[:, None])

@@ -4,7 +4,7 @@ A step is the teacher's pass, the loss, the backward pass and the optimizer, on 
 full fine-tuning, full-vocabulary JSD, an EMA teacher, 8 answers to one question of 128 tokens. The teacher's prompt
 has 384 tokens: the same for all rows (a sibling's success was shown), or each row its own feedback.
 
-python tests/benchmarks/step.py [--quick] [--out FOLDER]
+python tests/benchmarks/step.py [--lengths 64 256] [--shared] [--out FOLDER]
 """
 
 import argparse
@@ -101,7 +101,8 @@ CONTENDERS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
-    parser.add_argument("--quick", action="store_true", help="answers of 64 tokens only")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256], help="tokens of an answer")
+    parser.add_argument("--shared", action="store_true", help="only the rows that share a demonstration")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peak", nargs=2, metavar=("CONTENDER", "CASE"))
     options = parser.parse_args()
@@ -112,8 +113,10 @@ def main() -> None:
             print(measure.peak_of(call))
             return
         rows = []
-        for length in (64,) if options.quick else (64, 256):
+        for length in options.lengths:
             for scored, shared in ((8, True), (8, False), (4, True), (4, False)):
+                if options.shared and not shared:
+                    continue
                 case = {"length": length, "scored": scored, "shared": shared}
                 calls = {name: make(folder, case) for name, make in CONTENDERS.items()}
                 times = measure.interleave(calls, options.rounds)
