@@ -231,8 +231,7 @@ def build_teacher(model: nn.Module, args: Any, stores: dict[str, WeightStore]) -
         model (`torch.nn.Module`): The student, before it is wrapped.
         args ([`SDPOConfig`]): Kind, rate, cadence and mix.
         stores (`dict[str, WeightStore]`): Holds `"initial_policy"` for the kinds that need it; a store of the
-        teacher's
-            own is added under `"teacher"`.
+            teacher's own is added under `"teacher"`.
     """
     kind = args.teacher_model_kind
     if kind == "live":

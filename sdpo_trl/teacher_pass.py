@@ -109,9 +109,9 @@ class TeacherPass:
         trainer ([`SDPOTrainer`]): Runs the forwards.
         teacher ([`Teacher`]): Whose weights.
         tap ([`HeadTap`]): Of the teacher's model.
-        once_per_batch (`bool`): The teacher does not move within a rollout batch, so its hidden states are made with
-        the
-            batch and travel with the rows, as TRL's reference log-probabilities do.
+        once_per_batch (`bool`): The teacher is expected to rest while a rollout batch is trained on, so its hidden
+            states are made with the batch and travel with the rows, as TRL's reference log-probabilities do. They are
+            made anew if it has moved all the same.
     """
 
     def __init__(self, trainer: Any, teacher: Teacher, tap: HeadTap, once_per_batch: bool) -> None:

@@ -176,8 +176,30 @@ def all_fail(folder):
     return finished
 
 
+def images_on_one_process(folder):
+    """Every other group of a vision-language model has no image: one process runs a text batch, the other images."""
+    from test_vision import losses, vision_trainer
+
+    return [
+        losses(
+            vision_trainer(
+                folder, images="alternate", per_device_train_batch_size=4, teacher_model_kind=kind,
+                log_multimodal=False, shuffle_dataset=False, ddp_find_unused_parameters=True,
+            )
+        )
+        for kind in ("ema", "live")
+    ]  # fmt: skip
+
+
 def main(folder):
-    scenarios = (gradients, replicas, pairs, demonstration, all_fail)  # the last one may hang, and ends the group
+    scenarios = (
+        gradients,
+        replicas,
+        pairs,
+        demonstration,
+        images_on_one_process,
+        all_fail,
+    )  # the last one may hang, and ends the group
     for scenario in scenarios:
         result = scenario(folder / scenario.__name__)
         torch.save(result, folder / f"{scenario.__name__}-{RANK}.pt")

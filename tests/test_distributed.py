@@ -50,6 +50,13 @@ def test_a_process_with_nothing_to_learn_does_not_block_the_other(run):
             assert all(loss > 0 for loss in losses[:2]), name
 
 
+def test_images_on_one_process_do_not_block_the_other(run):
+    for kinds in run("images_on_one_process"):
+        assert len(kinds) == 2
+        for steps in kinds:
+            assert len(steps) == 2 and all(math.isfinite(loss) and loss > 0 for loss, _ in steps)
+
+
 @pytest.mark.parametrize("case", distributed_worker.GRADIENT_CASES)
 def test_two_processes_with_four_equal_one_with_eight(run, tmp_path, case):
     expected, expected_log = distributed_worker.first_gradient(tmp_path, 1, **distributed_worker.GRADIENT_CASES[case])

@@ -39,8 +39,9 @@ def vision_trainer(folder, reward=None, images=True, **options):
         image_seq_length=4, vision_feature_select_strategy="default", pad_token_id=0, attn_implementation="eager",
     ))  # fmt: skip
     rows = {"prompt": [[{"role": "user", "content": f"what {i}" + "x" * i}] for i in range(4)]}
-    if images:
-        rows["images"] = [[Image.new("RGB", (16, 16), ((i * 67) % 255, 31 * i, 20))] for i in range(4)]
+    if images:  # "alternate": every other row has none
+        pictures = [Image.new("RGB", (16, 16), ((i * 67) % 255, 31 * i, 20)) for i in range(4)]
+        rows["images"] = [[] if images == "alternate" and i % 2 else [x] for i, x in enumerate(pictures)]
     data = Dataset.from_dict(rows)
     return tiny.trainer(
         folder, reward or tiny.telling(), model=model, data=data, trainer_processing_class=processor, **options

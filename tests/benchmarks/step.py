@@ -118,10 +118,11 @@ def main() -> None:
                 if options.shared and not shared:
                     continue
                 case = {"length": length, "scored": scored, "shared": shared}
+                # Peaks first: this process would still hold the memory of its own models.
+                peaks = {n: measure.peak_in_process(__file__, n, json.dumps(case)) for n in ("ours", "trl_sdpo")}
                 calls = {name: make(folder, case) for name, make in CONTENDERS.items()}
                 times = measure.interleave(calls, options.rounds)
                 del calls
-                peaks = {n: measure.peak_in_process(__file__, n, json.dumps(case)) for n in ("ours", "trl_sdpo")}
                 rows.append({
                     **case, "ours_s": times["ours"], "/trl_sdpo": times["ours"] / times["trl_sdpo"],
                     "blend/pure": times["ours_blend"] / times["ours"], "grpo_s": times["grpo"],
