@@ -92,7 +92,12 @@ def parse(argv: list[str] | None) -> tuple[QuickstartArguments, SDPOConfig, Mode
         name, equals, value = argument.partition("=")
         return SHORT.get(name, name) + equals + value
 
-    return parser.parse_args_and_config([expand(argument) for argument in (sys.argv[1:] if argv is None else argv)])
+    arguments = [expand(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    given = " ".join(arguments).replace("=", " ").lower()
+    if "--no_include_environment_feedback" in given or "--include_environment_feedback false" in given:
+        # The trainer refuses a template that nothing would fill.
+        parser.set_defaults(feedback_template=SDPOConfig.feedback_template)
+    return parser.parse_args_and_config(arguments)
 
 
 def run(trainer_class, model, tokenizer, args, tasks, every: int, peft_config):
