@@ -14,7 +14,7 @@ import torch.nn.functional as F
 DistillationMode = Literal["full_logits", "topk_logits", "sampled_token"]
 
 # Stands for the log-probability of an impossible item: exp() of it is exactly 0, yet 0 times it is 0 and not NaN.
-_IMPOSSIBLE = -1e30
+IMPOSSIBLE = -1e30
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def upcast(x: torch.Tensor) -> torch.Tensor:
 
 def safe_log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Log-probabilities over the last dimension in float32 or better, with -inf replaced by a huge finite number."""
-    return F.log_softmax(upcast(logits), dim=-1).clamp(min=_IMPOSSIBLE)
+    return F.log_softmax(upcast(logits), dim=-1).clamp(min=IMPOSSIBLE)
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .divergence import DivergenceSpec, coarse_divergence
+from .divergence import IMPOSSIBLE, DivergenceSpec, coarse_divergence
 from .heads import MixedHead, TokenHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
@@ -20,7 +20,6 @@ _BUFFER_BYTES = {"cpu": 34 << 20}
 _DEFAULT_BUFFER_BYTES = 256 << 20
 # Bytes of the rows that the element-wise passes work on at a time, so that they stay in a CPU's cache.
 _BLOCK_BYTES = {"cpu": 8 << 20}
-_IMPOSSIBLE = -1e30  # stands for the log-probability of an impossible item
 # What keeps the logarithm of a mixture finite where both distributions vanish.
 _SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}
 
@@ -155,7 +154,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     ids = plan.token_ids[tokens, None]
     stats["log_prob"][tokens] = s.gather(-1, ids).squeeze(-1)
     if plan.may_exclude:
-        s.clamp_(min=_IMPOSSIBLE)
+        s.clamp_(min=IMPOSSIBLE)
     p = torch.exp(s, out=buffers.p[:size])
     entropy = -_dot(p, s)
     stats["entropy"][tokens] = entropy.squeeze(-1)
@@ -175,7 +174,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     teacher_log_prob = t.gather(-1, ids)
     stats["teacher_log_prob"][tokens] = teacher_log_prob.squeeze(-1)
     if plan.may_exclude:
-        t.clamp_(min=_IMPOSSIBLE)
+        t.clamp_(min=IMPOSSIBLE)
     q = torch.exp(t, out=buffers.q[:size, :shared])
     stats["teacher_entropy"][tokens] = -_dot(q, t).squeeze(-1)
     if spec.mode == "sampled_token":
@@ -302,7 +301,7 @@ def _add_policy_weight_grad(plan: FusedPlan, log_prob_grad, entropy_grad, weight
         tokens = slice(start, min(start + plan.chunk, plan.token_ids.numel()))
         size = tokens.stop - start
         slope = None if slopes is None else slopes[:size]
-        s = _log_softmax_(student.logits_into(tokens, logits[:size], slope)).clamp_(min=_IMPOSSIBLE)
+        s = _log_softmax_(student.logits_into(tokens, logits[:size], slope)).clamp_(min=IMPOSSIBLE)
         p = s.exp()
         grad = torch.zeros_like(p)
         if entropy_grad is not None:

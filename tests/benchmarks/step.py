@@ -26,12 +26,17 @@ def finish(trainer, optimizer, loss) -> None:
     optimizer.zero_grad(set_to_none=True)
 
 
-def our_step(folder, case, **options):
-    trainer = models.ours(folder, models.smollm(), max_completion_length=256, **options)
+def ready(trainer, case):
+    """Put a trainer into its training loop; its optimizer and the rollouts."""
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
-    batch = models.batch(128, 384, case["length"], case["shared"], case["scored"])
+    return optimizer, models.batch(128, 384, case["length"], case["shared"], case["scored"])
+
+
+def our_step(folder, case, **options):
+    trainer = models.ours(folder, models.smollm(), max_completion_length=256, **options)
+    optimizer, batch = ready(trainer, case)
     trainer._teacher_pass._verified = True  # the one comparison of a run is not part of a step
 
     def call():
@@ -44,10 +49,7 @@ def our_step(folder, case, **options):
 
 def trl_step(folder, case):
     trainer = models.trl_sdpo(folder, models.smollm())
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
-    batch = models.batch(128, 384, case["length"], case["shared"], case["scored"])
+    optimizer, batch = ready(trainer, case)
     ids = torch.cat([batch["teacher_prompt_ids"], batch["completion_ids"]], dim=1)
     inputs = {
         **{key: batch[key] for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")},
@@ -65,10 +67,7 @@ def trl_step(folder, case):
 
 def grpo_step(folder, case):
     trainer = models.grpo(folder, models.smollm())
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6)
-    batch = models.batch(128, 384, case["length"], case["shared"], case["scored"])
+    optimizer, batch = ready(trainer, case)
 
     def call():
         finish(trainer, optimizer, trainer._compute_loss(trainer.model, batch))
