@@ -16,17 +16,21 @@ from .divergence import IMPOSSIBLE, DivergenceSpec, coarse_divergence
 from .heads import MixedHead, TokenHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
-_BUFFER_BYTES = {"cpu": 34 << 20}
+_BUFFER_BYTES = {"cpu": 40 << 20}
 _DEFAULT_BUFFER_BYTES = 256 << 20
 # Bytes of the rows that the element-wise passes work on at a time, so that they stay in a CPU's cache.
-_BLOCK_BYTES = {"cpu": 8 << 20}
+_BLOCK_BYTES = {"cpu": 2 << 20}
 # What keeps the logarithm of a mixture finite where both distributions vanish.
 _SMALLEST = {torch.float32: 1e-37, torch.float64: 1e-300}
 
 
-def chunk_length(vocab_size: int, item_bytes: int, device: torch.device) -> int:
-    """Tokens per chunk that keep one `(chunk, V)` buffer within the memory budget of the device, at least 16."""
-    return max(_BUFFER_BYTES.get(device.type, _DEFAULT_BUFFER_BYTES) // (vocab_size * item_bytes), 16)
+def chunk_length(count: int, vocab_size: int, item_bytes: int, device: torch.device) -> int:
+    """
+    Tokens per chunk that keep one `(chunk, V)` buffer within the memory budget of the device (at least 16), and share
+    `count` tokens evenly.
+    """
+    most = max(_BUFFER_BYTES.get(device.type, _DEFAULT_BUFFER_BYTES) // (vocab_size * item_bytes), 16)
+    return -(-count // max(-(-count // most), 1))
 
 
 @dataclass
@@ -82,8 +86,8 @@ class _Buffers:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Row-wise dot product without a temporary: `(r, V)`, `(r, V)` -> `(r, 1)`."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).squeeze(2)
+    """Row-wise dot product, `(r, V)`, `(r, V)` -> `(r, 1)`: a temporary of one block, and a cascaded sum."""
+    return (a * b).sum(-1, keepdim=True)
 
 
 def _excess(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -123,10 +127,15 @@ def _full_divergence_(
         s.sub_(value).mul_(p)
         return value + _excess(q, p)
     torch.lerp(p, q, alpha, out=m).clamp_(min=_SMALLEST[m.dtype]).log_()
-    s.sub_(m)
-    student_part = _dot(p, s)
-    s.sub_(student_part).mul_(p)
-    return (1 - alpha) * student_part + alpha * _dot(q, t.sub_(m))
+    teacher_part = _dot(q, t.sub_(m))
+    torch.sub(s, m, out=m)
+    value = (1 - alpha) * _dot(p, m) + alpha * teacher_part
+    # p * (m - sum(p * m)) is what a softmax makes of the gradient m.
+    if s.is_contiguous():
+        torch.ops.aten._softmax_backward_data.out(m, p, -1, p.dtype, grad_input=s)
+    else:  # the first items of a longer row
+        s.copy_(torch.ops.aten._softmax_backward_data(m, p, -1, p.dtype))
+    return value
 
 
 def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:

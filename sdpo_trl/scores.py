@@ -94,7 +94,7 @@ def score_tokens(
     weight_gradient = student.weight.requires_grad or (student.bias is not None and student.bias.requires_grad)
     item = torch.promote_types(student.matmul_dtype, torch.float32).itemsize
     count = request.token_ids.numel()
-    chunk = request.chunk_size or chunk_length(student.vocab_size, item, student.hidden.device)
+    chunk = request.chunk_size or chunk_length(count, student.vocab_size, item, student.hidden.device)
     teachers = [teacher.base, teacher.live] if isinstance(teacher, MixedHead) else [teacher]
     plan = FusedPlan(
         student=student.detach(),

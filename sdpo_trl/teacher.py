@@ -82,15 +82,13 @@ class WeightStore:
     @torch.no_grad()
     def move(self, rate: float) -> None:
         """`t <- (1 - rate) t + rate s` for every tensor; `rate = 1` copies the student exactly."""
-        pairs = self._pairs()
-        students = [parameter.detach().to(value.dtype) for parameter, value in pairs]
-        torch._foreach_lerp_([value for _, value in pairs], students, rate)
+        for parameter, value in self._pairs():  # one after the other: no second copy of the model at any time
+            value.lerp_(parameter.detach().to(value.dtype), rate)
 
     @torch.no_grad()
     def distance(self) -> float:
         """`||t - s||_2` over all stored tensors."""
-        pairs = self._pairs()
-        norms = torch._foreach_norm([value - parameter.detach() for parameter, value in pairs])
+        norms = [torch.linalg.vector_norm(value - parameter.detach()) for parameter, value in self._pairs()]
         return torch.stack([norm.float().cpu() for norm in norms]).norm().item()
 
     def save(self, path: Path) -> None:

@@ -209,6 +209,8 @@ def test_items_that_a_bias_excludes_change_nothing():
 
 def test_the_chunk_follows_the_memory_budget():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert chunk_length(49152, 4, cpu) * 49152 * 4 <= 34 << 20
-    assert chunk_length(10**7, 4, cpu) == 16
-    assert chunk_length(151936, 4, cuda) > chunk_length(151936, 4, cpu)
+    assert chunk_length(10**6, 49152, 4, cpu) * 49152 * 4 <= 40 << 20
+    assert chunk_length(10**6, 10**7, 4, cpu) == 16
+    assert chunk_length(10**6, 151936, 4, cuda) > chunk_length(10**6, 151936, 4, cpu)
+    assert chunk_length(1024, 49152, 4, cpu) == 205  # five equal chunks, not four and a small one
+    assert chunk_length(0, 49152, 4, cpu) == 0

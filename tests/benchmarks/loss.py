@@ -110,7 +110,7 @@ def floor(case):
     from sdpo_trl.fused import chunk_length
 
     h, w, t, wt, _ = inputs(case["n"], case["H"], case["V"])
-    chunk = min(chunk_length(case["V"], 4, h.device), case["n"])
+    chunk = chunk_length(case["n"], case["V"], 4, h.device)
     a, b = torch.empty(chunk, case["V"]), torch.empty(chunk, case["V"])
     out = torch.empty(case["n"], case["H"])
 
@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only the cases that the README quotes")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
+    parser.add_argument("--only", nargs="+", metavar="N:V", help="only these sizes, say 16384:49152")
     parser.add_argument("--seconds", type=float, default=60.0, help="leave out cases whose products alone take longer")
     parser.add_argument("--peak", nargs=2, metavar=("CONTENDER", "CASE"))
     options = parser.parse_args()
@@ -165,6 +166,8 @@ def main() -> None:
         return
     rows = []
     for case in cases(options.quick):
+        if options.only and f"{case['n']}:{case['V']}" not in options.only:
+            continue
         if case["n"] * case["V"] * case["H"] * 6 / 1.2e11 > options.seconds:
             continue
         names = [name for name in CONTENDERS if fits(name, case)]
