@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
+from .controls import ControlOptions
 from .divergence import DivergenceSpec
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
 from .rollouts import RoutingRule
@@ -25,9 +26,10 @@ class _SingleGeneration(int):
 
 
 @dataclass
-class SDPOConfig(GRPOConfig):
+class SDPOConfig(ControlOptions, GRPOConfig):
     r"""
-    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], and the options below.
+    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, and those of [`ControlOptions`]
+    for long runs.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
@@ -187,14 +189,16 @@ class SDPOConfig(GRPOConfig):
     )
 
     def __post_init__(self) -> None:
-        single = self.num_generations == 1 and self.distillation_weight == 1.0
+        single = self.num_generations == 1 and not self.has_policy_term
         if single:
             self.num_generations = _SingleGeneration(1)
         super().__post_init__()
         if single:
             self.num_generations = 1
         self._check_ranges()
+        self._check_control_ranges()
         self._check_pairs()
+        self._check_control_pairs()
         self.templates  # noqa: B018 - building them checks their slots
 
     @property
@@ -206,8 +210,9 @@ class SDPOConfig(GRPOConfig):
     def divergence(self) -> DivergenceSpec:
         """What is computed per token."""
         return DivergenceSpec(
-            self.distillation_mode, self.distillation_alpha, self.distillation_topk, self.distillation_add_tail
-        )
+            self.distillation_mode, self.distillation_alpha, self.distillation_topk, self.distillation_add_tail,
+            self.teacher_proximal_share, self.distillation_log_ratio_clip,
+        )  # fmt: skip
 
     @property
     def routing_rule(self) -> RoutingRule:
@@ -239,6 +244,12 @@ class SDPOConfig(GRPOConfig):
             ("distillation_impl", ("fused", "reference")),
             ("teacher_model_kind", ("live", "base", "ema", "snapshot", "trust_region")),
             ("reprompt_placement", ("last_user", "append")),
+            ("distillation_routing", ("all", "failed", "positive_advantage")),
+            ("distillation_weight_schedule", ("constant", "linear", "cosine")),
+            ("distillation_signal", ("loss", "advantage_magnitude")),
+            ("token_weighting", ("none", "teacher_entropy", "position", "gap_gate")),
+            ("prompt_weighting", ("none", "difficulty")),
+            ("demonstration_choice", ("first", "shortest", "random")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
@@ -256,7 +267,7 @@ class SDPOConfig(GRPOConfig):
             )
         if self.teacher_model_kind == "snapshot" and self.teacher_sync_steps is None:
             raise ValueError("`teacher_model_kind='snapshot'` needs `teacher_sync_steps`, say 50.")
-        for name, active, needs in self._dependent_options():
+        for name, active, needs in [*self._dependent_options(), *self._dependent_controls()]:
             if not active and getattr(self, name) != self._default(name):
                 raise ValueError(
                     f"`{name}={getattr(self, name)!r}` has no effect here: it needs {needs}. Leave it at its default "
@@ -265,7 +276,7 @@ class SDPOConfig(GRPOConfig):
 
     def _dependent_options(self) -> list[tuple[str, bool, str]]:
         """Options that mean something only beside another one: name, whether that holds, and what it is."""
-        policy = self.distillation_weight < 1.0
+        policy = self.has_policy_term
         bonus = self.entropy_coef != 0.0 or self.use_adaptive_entropy
         kind = self.teacher_model_kind
         policy_only = [

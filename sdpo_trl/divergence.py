@@ -83,12 +83,40 @@ class DivergenceSpec:
         alpha (`float`): See [`divergence`].
         topk (`int`, *optional*): Size of the student's support with `"topk_logits"`; `K >= V` equals `"full_logits"`.
         add_tail (`bool`): With `"topk_logits"`, hold the rest of the mass in one more item instead of renormalising.
+        teacher_share (`float`): See [`bounded_teacher`], as the next one.
+        log_ratio_clip (`float`, *optional*): In nats.
     """
 
     mode: DistillationMode = "full_logits"
     alpha: float = 0.5
     topk: int | None = None
     add_tail: bool = True
+    teacher_share: float = 1.0
+    log_ratio_clip: float | None = None
+
+    @property
+    def bounds_teacher(self) -> bool:
+        """Whether [`bounded_teacher`] changes anything."""
+        return self.teacher_share < 1.0 or self.log_ratio_clip is not None
+
+
+def bounded_teacher(student: torch.Tensor, teacher: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+    """
+    The teacher held near the student, as constants: log-probabilities `(..., K)`, `(..., K)` -> `(..., K)`.
+
+    1. A proximal teacher (TOP-D, arXiv 2607.04751): `a p_T + (1 - a) p_S` with `a = spec.teacher_share`, so that no
+       item's `log p_T - log p_S` is below `log(1 - a)`.
+    2. A clip of the per-item log-ratio, the paper's advantage (section 5): `|log p_T - log p_S| <= c`. The result is
+       no distribution any more; [`kl`] between measures, `sum(p log(p / q) - p + q)`, stays non-negative, zero for
+       equal ones alone, and its gradient is `p * (r - sum(p * r))` with the clipped log-ratios `r` as they are.
+    """
+    student = student.detach()
+    if spec.teacher_share < 1.0:
+        own = student + math.log1p(-spec.teacher_share)
+        teacher = torch.logaddexp(teacher + math.log(spec.teacher_share), own)
+    if spec.log_ratio_clip is not None:
+        teacher = student + (teacher - student).clamp(-spec.log_ratio_clip, spec.log_ratio_clip)
+    return teacher
 
 
 def coarse_divergence(student: torch.Tensor, teacher: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
@@ -98,11 +126,11 @@ def coarse_divergence(student: torch.Tensor, teacher: torch.Tensor, spec: Diverg
     Args:
         student (`torch.Tensor`): Log-probabilities under the full distribution, shape `(n, K)`.
         teacher (`torch.Tensor`): The teacher's, at the same items.
-        spec ([`DivergenceSpec`]): `alpha` and `add_tail`.
+        spec ([`DivergenceSpec`]): `alpha`, `add_tail` and the teacher's bounds.
     """
-    if spec.add_tail:
-        return divergence(_add_tail(student), _add_tail(teacher), spec.alpha)
-    return divergence(safe_log_softmax(student), safe_log_softmax(teacher), spec.alpha)
+    complete = _add_tail if spec.add_tail else safe_log_softmax
+    student, teacher = complete(student), complete(teacher)
+    return divergence(student, bounded_teacher(student, teacher, spec), spec.alpha)
 
 
 def token_divergence(
@@ -124,27 +152,60 @@ def token_divergence(
     if spec.mode == "sampled_token":
         student = student_log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
         teacher = teacher_log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
-        return (student - teacher).detach() * student
+        return (student - bounded_teacher(student, teacher, spec)).detach() * student
     if spec.mode == "topk_logits" and spec.topk < student_log_probs.size(-1):
         support = student_log_probs.detach().topk(spec.topk, dim=-1).indices  # (n, K)
         return coarse_divergence(student_log_probs.gather(-1, support), teacher_log_probs.gather(-1, support), spec)
-    return divergence(student_log_probs, teacher_log_probs, spec.alpha)
+    return divergence(student_log_probs, bounded_teacher(student_log_probs, teacher_log_probs, spec), spec.alpha)
+
+
+TokenWeighting = Literal["teacher_entropy", "gap_gate"]
+
+
+@torch.no_grad()
+def confidence_weight(
+    weighting: TokenWeighting, beta: float, gap: torch.Tensor, teacher_entropy: torch.Tensor
+) -> torch.Tensor:
+    """
+    How much each token counts, from what both models say about it: `(...)`, `(...)` -> `(...)`.
+
+    `"teacher_entropy"`: `exp(-beta * H_T)` (SRPO, arXiv 2604.02288), which [`weight_scale`] brings to mean 1;
+    `"gap_gate"`: `sigmoid(beta * gap)` (SDAR, arXiv 2605.15155), which strengthens tokens that the teacher prefers.
+
+    Args:
+        weighting (`str`): One of the two.
+        beta (`float`): `>= 0`, in 1 / nats.
+        gap (`torch.Tensor`): `log p_T - log p_S` of the sampled token.
+        teacher_entropy (`torch.Tensor`): In nats.
+    """
+    return torch.exp(-beta * teacher_entropy) if weighting == "teacher_entropy" else torch.sigmoid(beta * gap)
+
+
+def weight_scale(weighting: TokenWeighting | None, weights: torch.Tensor) -> torch.Tensor:
+    """What brings the weights of `n` tokens, `(n,)`, to mean 1 where their rule asks for that; shape `()`."""
+    if weighting != "teacher_entropy" or weights.numel() == 0:
+        return weights.new_ones(())
+    return 1.0 / weights.mean().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 @torch.no_grad()
 def importance_ratio(
-    log_probs: torch.Tensor, old_log_probs: torch.Tensor | None, clip: float | None
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor | None,
+    clip: float | None,
+    floor: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     How much likelier the sampled tokens are now than when they were drawn, cut from above (paper, section 3; clip 2).
 
-    `exp(clamp(log p_now - log p_old, -20, 20)).clamp(max=clip)`, without gradient; exactly 1 if `old_log_probs` is
+    `exp(clamp(log p_now - log p_old, -20, 20)).clamp(floor, clip)`, without gradient; exactly 1 if `old_log_probs` is
     `None` (the batch is on-policy).
 
     Args:
         log_probs (`torch.Tensor`): Shape `(...)`.
         old_log_probs (`torch.Tensor`, *optional*): Same shape.
         clip (`float`, *optional*): Upper bound, `> 0`; `None` does not cut.
+        floor (`float`, *optional*): Lower bound, in `[0, clip)`; `None` does not cut.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: the ratio and a bool tensor that is true where it was cut.
@@ -152,9 +213,8 @@ def importance_ratio(
     if old_log_probs is None:
         return torch.ones_like(log_probs), torch.zeros_like(log_probs, dtype=torch.bool)
     ratio = (log_probs - old_log_probs).clamp(-20.0, 20.0).exp()
-    if clip is None:
-        return ratio, torch.zeros_like(ratio, dtype=torch.bool)
-    return ratio.clamp(max=clip), ratio > clip
+    bounded = ratio if clip is None and floor is None else ratio.clamp(min=floor, max=clip)
+    return bounded, bounded != ratio
 
 
 def feedback_reverse_kl(

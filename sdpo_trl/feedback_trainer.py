@@ -5,7 +5,9 @@ Knows: TRL's rollouts and rewards, prompts. Deliberately does not know: losses, 
 
 import asyncio
 import atexit
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in
 from . import rollouts as rollout_rules
 from .batches import vision_inputs
 from .files import FilesTrainer, attribute
+from .loss import difficulty_weights
 from .metrics import MetricSums
-from .reprompt import strip_thinking
+from .reprompt import Prompt, strip_thinking
 from .rollouts import Rollouts, Routing
-from .teacher import evaluation_mode
+from .run_state import SnapshotGate, SuccessBuffer, question_key
+from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
@@ -36,9 +40,13 @@ class FeedbackTrainer(FilesTrainer):
     _feedback_calls: list[Any]
     _rollouts: Rollouts | None
     _prompt_builder: TeacherPromptBuilder
+    _teacher: Teacher
     _teacher_pass: TeacherPass
     _sums: MetricSums
+    _gate: SnapshotGate
+    _buffer: SuccessBuffer | None
     _known_tokens: int
+    _teacher_answers: bool
 
     @property
     def _mode(self) -> str:
@@ -46,7 +54,9 @@ class FeedbackTrainer(FilesTrainer):
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
-        self._signature_columns = list({*self._signature_columns, "privileged_context", "demonstration"})
+        key = self.args.success_buffer_key
+        added = {"privileged_context", "demonstration", *([key] if key else [])}
+        self._signature_columns = list({*self._signature_columns, *added})
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         """TRL's event loop for async functions, started if none of its own needed it."""
@@ -104,7 +114,14 @@ class FeedbackTrainer(FilesTrainer):
         worked = rollout_rules.column_texts(inputs, "demonstration")
         if self.args.remove_thinking_from_demonstration:
             worked = [text and strip_thinking(text) for text in worked]
-        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked)
+        keys = None
+        if self._buffer is not None:
+            column = self.args.success_buffer_key
+            keys = [
+                question_key(row, row.get("prompt", prompt), column)
+                for row, prompt in zip(inputs, prompts, strict=True)
+            ]
+        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -112,7 +129,7 @@ class FeedbackTrainer(FilesTrainer):
             return super()._generate_and_score_completions(inputs)
         with attribute(self, "beta", 0.0 if self._anchors else self.beta):
             output = super()._generate_and_score_completions(inputs)
-        output.update(self._teacher_rows(output))
+        output.update(self._teacher_rows(output, inputs))
         if self._anchors:
             output["ref_per_token_logps"] = self._initial_log_probs(output)
         self._rollouts = None
@@ -122,55 +139,136 @@ class FeedbackTrainer(FilesTrainer):
         start = self.accelerator.process_index * count
         return slice(start, start + count)
 
-    def _route(self, output: dict[str, Any]) -> Routing:
+    def _succeeded(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Which attempts passed, `(N, F)` -> bool `(N,)`."""
+        if self.args.success_reward_func is None:
+            deciding = rollout_rules.weighted_rewards(rewards, self.reward_weights)
+        else:
+            deciding = rewards[:, self.reward_func_names.index(self.args.success_reward_func)]
+        return rollout_rules.succeeded(deciding, self.args.success_reward_threshold)
+
+    @property
+    def _group_size(self) -> int:
+        return self.num_generations if self.model.training else self.num_generations_eval
+
+    def _route(self, output: dict[str, Any], success: torch.Tensor) -> Routing:
         args, rollouts = self.args, self._rollouts
         local = self._local_rows(len(rollouts.prompts))
-        if args.success_reward_func is None:
-            deciding = rollout_rules.weighted_rewards(rollouts.rewards, self.reward_weights)
-        else:
-            deciding = rollouts.rewards[:, self.reward_func_names.index(args.success_reward_func)]
-        success = rollout_rules.succeeded(deciding, args.success_reward_threshold)
         texts = rollout_rules.demonstrations(
             rollouts,
             success[local],
             args.remove_thinking_from_demonstration,
             self._prompt_builder.thinking_opened(output["prompt_ids"]),
         )
+        everyones = gather_object(texts)
         rich = torch.tensor([text is not None for text in rollouts.feedback], device=self.accelerator.device)
-        return rollout_rules.route(
+        routing = rollout_rules.route(
             rollouts,
             success,
-            gather_object(texts),
+            everyones,
             self.accelerator.gather(rich),
             local,
-            self.num_generations if self.model.training else self.num_generations_eval,
+            self._group_size,
             args.routing_rule,
+            remembered=self._remember(everyones),
+            order=rollout_rules.demonstration_order(args.demonstration_choice, everyones, args.seed + self._step),
         )
+        return routing
 
-    def _teacher_rows(self, output: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def _remember(self, everyones: list[str | None]) -> list[str | None] | None:
+        """Earlier successes at the local questions; this batch's are then kept for later ones."""
+        keys = self._rollouts.keys
+        if self._buffer is None:
+            return None
+        step = self.state.global_step
+        remembered = [self._buffer.offer(key, step) for key in keys]
+        if self.model.training:
+            self._buffer.add(gather_object(keys), everyones, step)
+        return remembered
+
+    def _gated(
+        self, routing: Routing, output: dict[str, Any], success: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Which local rows are distilled, bool of shape `(B,)`, and what the loss needs to weigh rows."""
+        args = self.args
+        device = self.accelerator.device
+        local = self._local_rows(len(routing.hints))
+        distilled = torch.tensor([hint is not None for hint in routing.hints], device=device)
+        rows: dict[str, torch.Tensor] = {}
+        if args.distillation_routing == "failed":
+            distilled &= ~success[local]
+            mask = self._loss_mask(output)
+            kept = ~distilled
+            counts = torch.stack([mask[kept].sum(), mask.any(dim=1)[kept].sum(), mask.sum(), mask.any(dim=1).sum()])
+            counts = self.accelerator.reduce(counts, reduction="sum")
+            names = ("policy_tokens", "policy_rows", "all_tokens", "all_rows")
+            rows = {"in_policy_term": kept, **dict(zip(names, counts.unbind(), strict=True))}
+        elif args.distillation_routing == "positive_advantage":
+            distilled &= output["advantages"] > 0
+        if args.prompt_weighting == "difficulty":
+            weights = difficulty_weights(success, self.accelerator.gather(distilled), self._group_size)[local]
+            distilled &= weights > 0
+            rows["prompt_weight"] = weights
+        return distilled, rows
+
+    def _teacher_rows(self, output: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The row-aligned tensors of the teacher, and the counts that the loss is divided by."""
         device = self.accelerator.device
-        routing = self._route(output)
-        built = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
-        available = torch.tensor([hint is not None for hint in routing.hints], device=device)
+        success = self._succeeded(self._rollouts.rewards)
+        routing = self._route(output, success)
+        available, weights = self._gated(routing, output, success)
+        hints = [hint if keep else None for hint, keep in zip(routing.hints, available.tolist(), strict=True)]
+        if self._teacher_answers and not self.model.training:
+            self._evaluate_teacher(inputs, routing.hints, output)
+        built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
         active = self._active({**output, "feedback_available": available})  # (B, T)
         counts = torch.stack([active.sum(), active.any(dim=1).sum()])
         counts = self.accelerator.reduce(counts, reduction="sum")
-        self._sums.add_batch(
-            self._mode,
-            {**routing.stats, "shortened_share": float(built.shortened)},
-            truncated_share=self._metrics[self._mode]["completions/clipped_ratio"][-1],
-        )
+        metrics = self._metrics[self._mode]
+        truncated = metrics["completions/clipped_ratio"][-1]
+        stats = {
+            **routing.stats,
+            "distilled_share": float(available.sum()),
+            "shortened_share": float(built.shortened),
+        }
+        total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])
+        if self.model.training:
+            self._gate.observe(total["success_share"] / total["rollouts"], truncated)
         if self.log_completions:
-            texts = [text if hint is not None else None for text, hint in zip(built.texts, routing.hints, strict=True)]
+            texts = [text if hint is not None else None for text, hint in zip(built.texts, hints, strict=True)]
             self._logs["extra"]["teacher_prompt"].extend(gather_object(texts))
         rows = {
             "feedback_available": available,
             "active_tokens": counts[0],
             "active_rows": counts[1],
+            **weights,
             **{key: value.to(device) for key, value in built.tensors.items()},
         }
         return {**rows, **self._teacher_pass.cached({**output, **rows}, active.any(dim=1))}
+
+    @torch.no_grad()
+    def _evaluate_teacher(self, inputs: list[dict[str, Any]], hints: list[Any], output: dict[str, Any]) -> None:
+        """
+        Sample one answer under each teacher's prompt, with the teacher's weights, and note how many of them pass.
+
+        The training's random numbers, metrics and tables stay as they are.
+        """
+        hinted = torch.tensor([hint is not None for hint in hints], device=self.accelerator.device)
+        if not int(self.accelerator.reduce(hinted.sum(), reduction="sum")):
+            return
+        prompts: list[Prompt] = self._prompt_builder.build(self._rollouts.prompts, hints, output).prompts
+        unseen = {"train": defaultdict(list), "eval": defaultdict(list)}
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(attribute(self, "_metrics", unseen))
+            for name in ("_pending_extra_logs", "_pending_metrics"):
+                stack.enter_context(attribute(self, name, defaultdict(list)))
+            stack.enter_context(self._teacher.speaks())
+            _, ids, _, completions, *_ = super()._generate(prompts)
+            rewards = super()._calculate_rewards(inputs, self._rollouts.prompts, completions, ids)
+        passed = self._succeeded(rewards)[self._local_rows(len(prompts))] & hinted
+        sums = self.accelerator.reduce(torch.stack([passed.sum(), hinted.sum()]), reduction="sum")
+        self._sums.add_teacher(self._mode, *sums.tolist())
 
     def _initial_log_probs(self, output: dict[str, Any]) -> torch.Tensor:
         """TRL's reference log-probabilities, of the policy as it was at the start."""

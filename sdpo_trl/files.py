@@ -3,6 +3,8 @@
 Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
 """
 
+import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,10 @@ from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from .run_state import RunState
 from .teacher import WeightStore
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -30,18 +35,28 @@ class FilesTrainer(GRPOTrainer):
     """GRPO whose checkpoints hold the stores too, and whose card names the base model also when that is a folder."""
 
     _stores: dict[str, WeightStore]
+    _remembers: dict[str, RunState]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._distills and self.args.should_save:
             for name, store in self._stores.items():
                 store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
+            state = {name: part.state() for name, part in self._remembers.items()}
+            (Path(output_dir) / "sdpo_state.json").write_text(json.dumps(state), encoding="utf-8")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._distills and checkpoint is not None:
             for name, store in self._stores.items():
                 store.load(Path(checkpoint) / f"sdpo_{name}.safetensors")
+            path = Path(checkpoint) / "sdpo_state.json"
+            saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            for name, part in self._remembers.items():
+                if name in saved:
+                    part.restore(saved[name])
+                else:
+                    logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)

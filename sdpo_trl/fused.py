@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from .divergence import IMPOSSIBLE, DivergenceSpec, coarse_divergence
+from .divergence import (
+    IMPOSSIBLE,
+    DivergenceSpec,
+    TokenWeighting,
+    bounded_teacher,
+    coarse_divergence,
+    confidence_weight,
+    importance_ratio,
+    weight_scale,
+)
 from .heads import MixedHead, TokenHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
@@ -53,7 +62,9 @@ class FusedPlan:
     spec: DivergenceSpec
     coefficients: torch.Tensor | None
     old_log_probs: torch.Tensor | None
-    ratio_clip: float | None
+    ratio_bounds: tuple[float | None, float | None]
+    token_weighting: TokenWeighting | None
+    weighting_beta: float
     policy_gradient: bool
     entropy_gradient: bool
     chunk: int
@@ -61,6 +72,11 @@ class FusedPlan:
     weight_gradient: bool
     may_exclude: bool
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def distils(self) -> bool:
+        """Whether the divergence is descended; without coefficients it is only looked at."""
+        return self.teacher is not None and self.coefficients is not None
 
 
 class _Buffers:
@@ -106,6 +122,7 @@ def _full_divergence_(
     q: torch.Tensor,
     m: torch.Tensor,
     alpha: float,
+    bounded: bool,
 ) -> torch.Tensor:
     """
     The divergence of a block, `(r, 1)`, and in place of `s` its gradient with respect to the student's logits, up to
@@ -116,10 +133,14 @@ def _full_divergence_(
         p, q: Their exponentials.
         m: Memory of the same shape.
         alpha: See [`~sdpo_trl.divergence.divergence`].
+        bounded: `t` went through [`~sdpo_trl.divergence.bounded_teacher`].
     """
     if alpha == 0.0:
         value = _dot(q, t.sub_(s)) + _excess(p, q)
-        torch.sub(p, q, out=s)
+        if bounded:  # a bounded teacher is no distribution
+            torch.mul(p, q.sum(-1, keepdim=True), out=s).sub_(q)
+        else:
+            torch.sub(p, q, out=s)
         return value
     if alpha == 1.0:
         s.sub_(t)
@@ -136,6 +157,15 @@ def _full_divergence_(
     else:  # the first items of a longer row
         s.copy_(torch.ops.aten._softmax_backward_data(m, p, -1, p.dtype))
     return value
+
+
+def _bound_(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, q: torch.Tensor, m: torch.Tensor, spec) -> None:
+    """[`~sdpo_trl.divergence.bounded_teacher`] in place of `t` and its exponential `q`; `m` is memory."""
+    if spec.teacher_share < 1.0:
+        torch.log(q.lerp_(p, 1.0 - spec.teacher_share).clamp_(min=_SMALLEST[q.dtype]), out=t)
+    if spec.log_ratio_clip is not None:
+        torch.sub(t, s, out=m).clamp_(-spec.log_ratio_clip, spec.log_ratio_clip)
+        torch.exp(torch.add(s, m, out=t), out=q)
 
 
 def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:
@@ -188,13 +218,16 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
     stats["teacher_entropy"][tokens] = -_dot(q, t).squeeze(-1)
     if spec.mode == "sampled_token":
         own = s.gather(-1, ids)
-        gap = own - teacher_log_prob
+        gap = own - bounded_teacher(own, teacher_log_prob, spec)
         value = gap * own
         torch.mul(p, -gap, out=s).scatter_add_(-1, ids, gap)
     elif spec.mode == "topk_logits" and spec.topk < shared:
         value = _coarse_divergence_(s, t, p, spec)
     else:
-        value = _full_divergence_(s, t, p, q, buffers.m[:size, :shared], spec.alpha)
+        m = buffers.m[:size, :shared]
+        if spec.bounds_teacher:
+            _bound_(s, t, p, q, m, spec)
+        value = _full_divergence_(s, t, p, q, m, spec.alpha, spec.bounds_teacher)
     stats["divergence"][tokens] = value.squeeze(-1)
 
 
@@ -207,14 +240,16 @@ class FusedScores(torch.autograd.Function):
         dtype = torch.promote_types(plan.student.matmul_dtype, torch.float32)
         for name in ("log_prob", "entropy", "teacher_log_prob", "teacher_entropy", "divergence", "ratio"):
             plan.statistics[name] = hidden.new_zeros(count, dtype=dtype)
+        plan.statistics["clipped"] = torch.zeros(count, dtype=torch.bool, device=hidden.device)
+        plan.statistics["weight"] = hidden.new_ones(count, dtype=dtype)
         ctx.plan = plan
         saved: dict[str, torch.Tensor] = {}
         if plan.gradient:
-            wanted = (plan.teacher is not None, plan.policy_gradient, plan.entropy_gradient)
+            wanted = (plan.distils, plan.policy_gradient, plan.entropy_gradient)
             for name, wants in zip(("loss", "policy", "entropy"), wanted, strict=True):
                 if wants:
                     saved[name] = hidden.new_empty(count, hidden.size(1), dtype=dtype)
-            if plan.weight_gradient and plan.teacher is not None:
+            if plan.weight_gradient and plan.distils:
                 saved["weight"] = torch.zeros_like(weight, dtype=dtype)
                 if bias is not None:
                     saved["bias"] = torch.zeros_like(bias, dtype=dtype)
@@ -224,8 +259,13 @@ class FusedScores(torch.autograd.Function):
             for start in range(0, count, plan.chunk):
                 _score_chunk(plan, buffers, slice(start, min(start + plan.chunk, count)), saved)
         loss = plan.statistics["log_prob"].new_zeros(())
-        if plan.teacher is not None:
-            loss = (plan.statistics["divergence"] * plan.statistics["ratio"] * plan.coefficients).sum()
+        if plan.distils:
+            scale = weight_scale(plan.token_weighting, plan.statistics["weight"])
+            for name in ("loss", "weight", "bias"):
+                if plan.token_weighting is not None and name in saved:
+                    saved[name].mul_(scale)
+            plan.statistics["weight"] *= scale
+            loss = (plan.statistics["divergence"] * _factor(plan, slice(None))).sum()
         log_prob, entropy = plan.statistics["log_prob"].clone(), plan.statistics["entropy"].clone()
         ctx.mark_non_differentiable(
             *([] if plan.policy_gradient else [log_prob]), *([] if plan.entropy_gradient else [entropy])
@@ -264,6 +304,12 @@ class FusedScores(torch.autograd.Function):
         )
 
 
+def _factor(plan: FusedPlan, tokens: slice) -> torch.Tensor:
+    """What some tokens' divergences are multiplied by in the loss, `(c,)`."""
+    stats = plan.statistics
+    return stats["ratio"][tokens] * stats["weight"][tokens] * plan.coefficients[tokens]
+
+
 def _score_chunk(plan: FusedPlan, buffers: _Buffers, tokens: slice, saved: dict[str, torch.Tensor]) -> None:
     size = tokens.stop - tokens.start
     student, teacher, stats = plan.student, plan.teacher, plan.statistics
@@ -278,18 +324,20 @@ def _score_chunk(plan: FusedPlan, buffers: _Buffers, tokens: slice, saved: dict[
     for first in range(0, size, buffers.block):
         rows = slice(first, min(first + buffers.block, size))
         _score_block(plan, buffers, rows, slice(tokens.start + rows.start, tokens.start + rows.stop))
-    if teacher is not None:
-        old = plan.old_log_probs
-        if old is None:
-            stats["ratio"][tokens] = 1.0
-        else:
-            ratio = (stats["log_prob"][tokens] - old[tokens]).clamp_(-20.0, 20.0).exp_()
-            stats["ratio"][tokens] = ratio if plan.ratio_clip is None else ratio.clamp_(max=plan.ratio_clip)
+    if plan.distils:
+        old = None if plan.old_log_probs is None else plan.old_log_probs[tokens]
+        stats["ratio"][tokens], stats["clipped"][tokens] = importance_ratio(
+            stats["log_prob"][tokens], old, *plan.ratio_bounds
+        )
+        if plan.token_weighting is not None:
+            gap = stats["teacher_log_prob"][tokens] - stats["log_prob"][tokens]
+            stats["weight"][tokens] = confidence_weight(
+                plan.token_weighting, plan.weighting_beta, gap, stats["teacher_entropy"][tokens]
+            )
     if not plan.gradient:
         return
-    if teacher is not None:
-        scale = _gradient_scale(plan.spec, buffers.teacher.size(1))
-        factor = (stats["ratio"][tokens] * plan.coefficients[tokens])[:, None] * scale
+    if plan.distils:
+        factor = _factor(plan, tokens)[:, None] * _gradient_scale(plan.spec, buffers.teacher.size(1))
         saved["loss"][tokens] = student.pull_back(buffers.student[:size], slope) * factor
         if "weight" in saved:
             student.add_weight_grad(tokens, buffers.student[:size], factor, saved["weight"], saved.get("bias"))

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ class Rollouts:
         rewards (`torch.Tensor`): Of all processes, shape `(N, F)`, NaN where a function gave none.
         feedback (`list[str | None]`): The joined texts of all sources.
         worked_solutions (`list[str | None]`): The `demonstration` column.
+        keys (`list[str]`, *optional*): What names each question across steps, where a success buffer is kept.
     """
 
     prompts: list[Prompt]
@@ -34,6 +35,7 @@ class Rollouts:
     rewards: torch.Tensor
     feedback: list[str | None]
     worked_solutions: list[str | None]
+    keys: list[str] | None = None
 
 
 def weighted_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -171,6 +173,38 @@ class RoutingRule:
     feedback_only_without_solution: bool
 
 
+def demonstration_order(
+    choice: Literal["first", "shortest", "random"], texts: Sequence[str | None], seed: int
+) -> torch.Tensor | None:
+    """
+    The rows in the order in which they are considered as demonstrations, int64 of shape `(N,)`; `None`: as they are.
+
+    Args:
+        choice (`str`): `"first"`, `"shortest"` (in characters) or `"random"`.
+        texts (`Sequence[str | None]`): `N` demonstrations.
+        seed (`int`): Of `"random"`; the same on every process.
+    """
+    if choice == "first":
+        return None
+    if choice == "shortest":
+        return torch.tensor([len(text or "") for text in texts]).argsort(stable=True)
+    return torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
+
+
+def _select_in_order(
+    order: torch.Tensor | None, questions: torch.Tensor, success: torch.Tensor, rich: torch.Tensor, exclude_self: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`select_feedback`] with another meaning of "the smallest row": the first in `order`."""
+    if order is None:
+        return select_feedback(questions, success, rich, exclude_self=exclude_self)
+    order = order.to(questions.device)
+    chosen, available = select_feedback(questions[order], success[order], rich[order], exclude_self=exclude_self)
+    rows, back = torch.empty_like(chosen), torch.empty_like(available)
+    rows[order] = torch.where(chosen >= 0, order[chosen.clamp(min=0)], -1)
+    back[order] = available
+    return rows, back
+
+
 def route(
     rollouts: Rollouts,
     all_success: torch.Tensor,
@@ -179,12 +213,16 @@ def route(
     local: slice,
     group_size: int,
     rule: RoutingRule,
+    *,
+    remembered: Sequence[str | None] | None = None,
+    order: torch.Tensor | None = None,
 ) -> Routing:
     """
     Apply [`select_feedback`] to the global batch and turn this process' slice into hints.
 
-    A worked solution of the dataset is shown where the group has no success of its own to show (none succeeded, their
-    demonstrations are unusable, or `use_successful_as_teacher` is off).
+    A remembered success of an earlier step, and after it a worked solution of the dataset, is shown where the group
+    has no success of its own to show (none succeeded, their demonstrations are unusable, or
+    `use_successful_as_teacher` is off).
 
     Args:
         rollouts ([`Rollouts`]): The local rows.
@@ -194,22 +232,27 @@ def route(
         local (`slice`): This process' rows.
         group_size (`int`): Consecutive rows that answer one prompt.
         rule ([`RoutingRule`]): Options.
+        remembered (`Sequence[str | None]`, *optional*): Per local row, an earlier success at the same question.
+        order (`torch.Tensor`, *optional*): int64 of shape `(N,)`, see [`demonstration_order`].
     """
     device = all_success.device
     shown = torch.tensor([text is not None for text in all_texts], device=device)
     shown &= rule.use_successful_as_teacher
     questions = torch.arange(shown.numel(), device=device) // group_size
     rich = all_rich & rule.include_feedback
-    index, available = select_feedback(questions, shown, rich, exclude_self=rule.exclude_self)
+    index, available = _select_in_order(order, questions, shown, rich, rule.exclude_self)
+    remembered = [None] * len(rollouts.prompts) if remembered is None else remembered
     group_shows = shown.view(-1, group_size).any(dim=1).repeat_interleave(group_size)
     group_solved = all_success.view(-1, group_size).any(dim=1)
 
     hints: list[Hint | None] = []
+    recalled = 0
     chosen = zip(index[local].tolist(), available[local].tolist(), group_shows[local].tolist(), strict=True)
     for row, (source, has_feedback, has_sibling) in enumerate(chosen):
         solution = all_texts[source] if source >= 0 else None
         if solution is None and not has_sibling:
-            solution = rollouts.worked_solutions[row]
+            solution = remembered[row] or rollouts.worked_solutions[row]
+            recalled += solution is not None and solution is remembered[row]
         feedback = rollouts.feedback[row] if rule.include_feedback else None
         if solution is not None and rule.feedback_only_without_solution:
             feedback = None
@@ -224,6 +267,7 @@ def route(
         "demonstration_share": float(sum(hint is not None and hint.solution is not None for hint in hints)),
         "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
         "distilled_share": float(sum(hint is not None for hint in hints)),
+        "remembered_share": float(recalled),
         "lone_success_share": float(
             sum(
                 passed and (hint is None or hint.solution is None) for passed, hint in zip(success, hints, strict=True)

@@ -8,7 +8,16 @@ from typing import Literal
 
 import torch
 
-from .divergence import DivergenceSpec, entropy, importance_ratio, safe_log_softmax, token_divergence
+from .divergence import (
+    DivergenceSpec,
+    TokenWeighting,
+    confidence_weight,
+    entropy,
+    importance_ratio,
+    safe_log_softmax,
+    token_divergence,
+    weight_scale,
+)
 from .fused import FusedPlan, FusedScores, chunk_length
 from .heads import MixedHead, TokenHead
 
@@ -24,10 +33,13 @@ class ScoreRequest:
         token_ids (`torch.Tensor`): int64 of shape `(n,)`, the sampled tokens.
         spec ([`DivergenceSpec`]): Mode and coefficients.
         coefficients (`torch.Tensor`, *optional*): Shape `(n,)`: what each token's divergence is multiplied by in the
-            loss, beside its importance ratio. Needed with a teacher.
+            loss, beside its importance ratio and weight. `None`: the divergence is looked at and not descended.
         old_log_probs (`torch.Tensor`, *optional*): Shape `(n,)`: log-probabilities when the tokens were drawn; `None`
             for an on-policy batch, whose ratio is exactly 1.
         ratio_clip (`float`, *optional*): Upper bound of the ratio; `None` does not cut.
+        ratio_floor (`float`, *optional*): Lower bound of the ratio; `None` does not cut.
+        token_weighting (`str`, *optional*): See [`~sdpo_trl.divergence.confidence_weight`], as the next one.
+        weighting_beta (`float`): `>= 0`.
         policy_gradient (`bool`): Whether `log_prob` carries a gradient.
         entropy_gradient (`bool`): Whether `entropy` carries a gradient.
         chunk_size (`int`, *optional*): Tokens per chunk of the fused loop; by default from a memory budget.
@@ -38,6 +50,9 @@ class ScoreRequest:
     coefficients: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     ratio_clip: float | None = None
+    ratio_floor: float | None = None
+    token_weighting: TokenWeighting | None = None
+    weighting_beta: float = 1.0
     policy_gradient: bool = False
     entropy_gradient: bool = False
     chunk_size: int | None = None
@@ -49,13 +64,14 @@ class TokenScores:
     Values of `n` tokens, each of shape `(n,)` but the loss.
 
     Args:
-        loss (`torch.Tensor`): `sum(coefficients * ratio * divergence)`, shape `()`, attached to the graph.
+        loss (`torch.Tensor`): `sum(coefficients * weight * ratio * divergence)`, shape `()`, attached to the graph.
         log_prob (`torch.Tensor`): The student's, of the sampled token; with a gradient if asked for.
         entropy (`torch.Tensor`): The student's, in nats; with a gradient if asked for.
         divergence (`torch.Tensor`): Per token, see [`~sdpo_trl.divergence.token_divergence`]; no gradient.
         teacher_log_prob (`torch.Tensor`): The teacher's, of the sampled token.
         teacher_entropy (`torch.Tensor`): The teacher's, in nats.
         clipped (`torch.Tensor`): bool, where the ratio was cut.
+        weight (`torch.Tensor`): What the token weighting gave, 1 without one.
     """
 
     loss: torch.Tensor
@@ -65,6 +81,7 @@ class TokenScores:
     teacher_log_prob: torch.Tensor
     teacher_entropy: torch.Tensor
     clipped: torch.Tensor
+    weight: torch.Tensor
 
 
 def score_tokens(
@@ -103,7 +120,9 @@ def score_tokens(
         spec=request.spec,
         coefficients=request.coefficients,
         old_log_probs=request.old_log_probs,
-        ratio_clip=request.ratio_clip,
+        ratio_bounds=(request.ratio_clip, request.ratio_floor),
+        token_weighting=request.token_weighting,
+        weighting_beta=request.weighting_beta,
         policy_gradient=request.policy_gradient,
         entropy_gradient=request.entropy_gradient,
         chunk=max(min(chunk, count), 1),
@@ -113,9 +132,6 @@ def score_tokens(
     )
     loss, log_prob, own_entropy = FusedScores.apply(student.hidden, student.weight, student.bias, plan)
     values = plan.statistics
-    clipped = torch.zeros_like(request.token_ids, dtype=torch.bool)
-    if request.old_log_probs is not None and teacher is not None:
-        _, clipped = importance_ratio(values["log_prob"], request.old_log_probs, request.ratio_clip)
     return TokenScores(
         loss,
         log_prob,
@@ -123,7 +139,8 @@ def score_tokens(
         values["divergence"],
         values["teacher_log_prob"],
         values["teacher_entropy"],
-        clipped,
+        values["clipped"],
+        values["weight"],
     )
 
 
@@ -140,20 +157,29 @@ def reference_scores(
     nothing = torch.zeros_like(log_prob.detach())
     if teacher is None:
         attached = log_probs.sum() * 0.0
-        return TokenScores(attached, log_prob, own_entropy, nothing, nothing, nothing, nothing.bool())
+        return TokenScores(attached, log_prob, own_entropy, nothing, nothing, nothing, nothing.bool(), nothing + 1)
 
     shared = min(student.vocab_size, teacher.vocab_size)
     with torch.no_grad():
         teacher_log_probs = safe_log_softmax(teacher.logits(shared))  # (n, shared)
     compared = log_probs if shared == student.vocab_size else safe_log_softmax(log_probs[:, :shared])
     per_token = token_divergence(compared, teacher_log_probs, request.token_ids, request.spec)
-    ratio, clipped = importance_ratio(log_prob, request.old_log_probs, request.ratio_clip)
+    teacher_log_prob = teacher_log_probs.gather(-1, picked).squeeze(-1)
+    teacher_entropy = entropy(teacher_log_probs)
+    ratio, clipped = importance_ratio(log_prob, request.old_log_probs, request.ratio_clip, request.ratio_floor)
+    weight = torch.ones_like(ratio)
+    if request.token_weighting is not None:
+        gap = teacher_log_prob - log_prob.detach()
+        weight = confidence_weight(request.token_weighting, request.weighting_beta, gap, teacher_entropy)
+        weight = weight * weight_scale(request.token_weighting, weight)
+    coefficients = torch.zeros_like(weight) if request.coefficients is None else request.coefficients
     return TokenScores(
-        (per_token * ratio * request.coefficients).sum(),
+        (per_token * ratio * weight * coefficients).sum(),
         log_prob,
         own_entropy,
         per_token.detach(),
-        teacher_log_probs.gather(-1, picked).squeeze(-1),
-        entropy(teacher_log_probs),
-        clipped,
+        teacher_log_prob,
+        teacher_entropy,
+        clipped if request.coefficients is not None else torch.zeros_like(clipped),
+        weight if request.coefficients is not None else nothing + 1,
     )

@@ -10,7 +10,7 @@ Knows: modules and tensors. Deliberately does not know: prompts, losses, trainer
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,13 @@ class Teacher:
         with evaluation_mode(self._model):
             return run(self._model).detach()
 
+    def speaks(self) -> AbstractContextManager[None]:
+        """
+        Within the context, the student's modules answer with the teacher's weights (of a trust region, with those it
+        is anchored to). Not for an external teacher.
+        """
+        return nullcontext()
+
     def step_finished(self, global_step: int, batch_finished: bool) -> None:
         """Called after each optimizer step; moves the weights if it is time."""
         self.version += self._lives
@@ -175,23 +182,36 @@ class StoredTeacher(Teacher):
         store ([`WeightStore`]): Supplies the weights.
         rate (`float`): Share of the student at each move; 0 never moves.
         every (`int`, *optional*): Optimizer steps between two moves; `None` moves once per rollout batch.
+        gate (`Callable`, *optional*): Asked at each due move whether it may happen.
     """
 
-    def __init__(self, student: nn.Module, store: WeightStore, rate: float = 0.0, every: int | None = None) -> None:
+    def __init__(
+        self,
+        student: nn.Module,
+        store: WeightStore,
+        rate: float = 0.0,
+        every: int | None = None,
+        gate: Callable[[], bool] | None = None,
+    ) -> None:
         super().__init__(student, lives=False)
         self.store = store
         self._rate = rate
         self._every = every
+        self._gate = gate
 
     def head(self, run: Run) -> TokenHead:
         """See [`Teacher.head`]."""
         with self.store.applied():
             return super().head(run)
 
+    def speaks(self) -> AbstractContextManager[None]:
+        """See [`Teacher.speaks`]."""
+        return self.store.applied()
+
     def step_finished(self, global_step: int, batch_finished: bool) -> None:
         """See [`Teacher.step_finished`]."""
         due = batch_finished if self._every is None else global_step % self._every == 0
-        if due and self._rate > 0.0:
+        if due and self._rate > 0.0 and (self._gate is None or self._gate()):
             self.store.move(self._rate)
             self.version += 1
 
@@ -221,7 +241,9 @@ class TrustRegionTeacher(StoredTeacher):
         return MixedHead(super().head(run), Teacher.head(self, run), self._mix)
 
 
-def build_teacher(model: nn.Module, args: Any, stores: dict[str, WeightStore]) -> Teacher:
+def build_teacher(
+    model: nn.Module, args: Any, stores: dict[str, WeightStore], gate: Callable[[], bool] | None = None
+) -> Teacher:
     """
     The self-teacher that `args.teacher_model_kind` names; at this moment it equals the student exactly.
 
@@ -230,6 +252,7 @@ def build_teacher(model: nn.Module, args: Any, stores: dict[str, WeightStore]) -
         args ([`SDPOConfig`]): Kind, rate, cadence and mix.
         stores (`dict[str, WeightStore]`): Holds `"initial_policy"` for the kinds that need it; a store of the
             teacher's own is added under `"teacher"`.
+        gate (`Callable`, *optional*): Of a snapshot, see [`StoredTeacher`].
     """
     kind = args.teacher_model_kind
     if kind == "live":
@@ -240,4 +263,4 @@ def build_teacher(model: nn.Module, args: Any, stores: dict[str, WeightStore]) -
         return StoredTeacher(model, stores["initial_policy"])
     stores["teacher"] = WeightStore(model, high_precision=kind == "ema")
     rate = args.teacher_update_rate if kind == "ema" else 1.0
-    return StoredTeacher(model, stores["teacher"], rate, args.teacher_sync_steps)
+    return StoredTeacher(model, stores["teacher"], rate, args.teacher_sync_steps, gate)

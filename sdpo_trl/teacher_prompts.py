@@ -25,11 +25,13 @@ class TeacherPrompts:
     Args:
         tensors (`dict[str, torch.Tensor]`): `teacher_prompt_ids` and `teacher_prompt_mask`, int64 of shape `(B, Q)`,
             padded left; for vision models also the per-token types of the prompt.
+        prompts (`list`): What the teachers are asked, as text or messages; the student's own where there is no hint.
         texts (`list[str]`): What the teacher reads, special tokens included.
         shortened (`int`): Rows whose hint was cut to fit the budget.
     """
 
     tensors: dict[str, torch.Tensor]
+    prompts: list[Prompt]
     texts: list[str]
     shortened: int
 
@@ -70,15 +72,15 @@ class TeacherPromptBuilder:
         ids: list[list[int]] = [[self._tokenizer.pad_token_id]] * len(prompts)
         types: dict[str, list[Any]] = {}
         shortened = 0
+        written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
         if wanted:
-            written = [self._write(prompts[i], hints[i]) for i in wanted]
-            tokenized, fields = self._tokenize(written, wanted)
+            tokenized, fields = self._tokenize([written[i] for i in wanted], wanted)
             for i, row in zip(wanted, tokenized, strict=True):
                 ids[i] = list(row)
             types = {key: list(fields[key]) for key in _PER_TOKEN if images and key in fields}
             for i in wanted:
                 if hints[i] is not None and len(ids[i]) > self._budget:
-                    ids[i], fitted = self._fit(i, prompts[i], hints[i])
+                    written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i])
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
                     shortened += 1
@@ -90,7 +92,7 @@ class TeacherPromptBuilder:
         for key, rows in types.items():
             tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
         texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
-        return TeacherPrompts(tensors, texts, shortened)
+        return TeacherPrompts(tensors, written, texts, shortened)
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
         """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""
@@ -126,7 +128,7 @@ class TeacherPromptBuilder:
                 trainer._batch_environments = everything
         return ids, fields
 
-    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[list[int], dict[str, Any]]:
+    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[Prompt, list[int], dict[str, Any]]:
         def fits(candidate: Hint) -> bool:
             return len(self._tokenize([self._write(prompt, candidate)], [row])[0][0]) <= self._budget
 
@@ -137,8 +139,9 @@ class TeacherPromptBuilder:
                 f"{self._budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, "
                 "or shorten the prompts or the templates: the question is never cut."
             )
-        ids, fields = self._tokenize([self._write(prompt, kept)], [row])
-        return list(ids[0]), fields
+        written = self._write(prompt, kept)
+        ids, fields = self._tokenize([written], [row])
+        return written, list(ids[0]), fields
 
     def _check_header(
         self, prompts: list[Prompt], hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]

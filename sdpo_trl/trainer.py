@@ -2,32 +2,28 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from .arguments import check_arguments
-from .batches import take_rows, trim_padding
-from .callbacks import HealthMonitor, TeacherUpdateCallback
+from .callbacks import TeacherUpdateCallback
 from .config import SDPOConfig
 from .external import load_external_teacher, prepare_external_teacher
-from .feedback_trainer import FeedbackTrainer
 from .files import attribute
-from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
-from .loss import Normalizer, token_coefficients
-from .metrics import MetricSums, token_sums
-from .scores import ScoreRequest, TokenScores, score_tokens
+from .heads import HeadTap
+from .health import HealthMonitor
+from .loss_trainer import LossTrainer
+from .metrics import MetricSums
+from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .teacher import Teacher, WeightStore, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
 
-class SDPOTrainer(FeedbackTrainer):
+class SDPOTrainer(LossTrainer):
     """
     Trainer for Self-Distilled Policy Optimization (SDPO, arXiv 2601.20802).
 
@@ -126,23 +122,44 @@ class SDPOTrainer(FeedbackTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
+        self._set_up_memory()
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
             self._stores["initial_policy"] = WeightStore(self.model)
         if teacher_model is None:
-            self._teacher = build_teacher(self.model, args, self._stores)
+            gate = self._gate.opens if args.teacher_snapshot_gate else None
+            self._teacher = build_teacher(self.model, args, self._stores, gate)
         else:
             self._teacher, teacher_tap = self._external_teacher(teacher_model)
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
         self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
-        self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches))
+        self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
         self._prompt_builder = TeacherPromptBuilder(self)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
         self._sums = MetricSums(
             self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
         )
+
+        self._teacher_answers = args.evaluate_teacher and not (
+            teacher_model is not None or self.use_vllm or self.tools or self.environment_factories is not None
+            or self.rollout_func is not None or self._is_vlm
+        )  # fmt: skip
+
+    def _set_up_memory(self) -> None:
+        """What the run remembers from step to step, and keeps in its checkpoints."""
+        args = self.args
+        self._gap_size = RunningMean()
+        self._gate = SnapshotGate()
+        self._buffer = None
+        self._remembers = {"gap_size": self._gap_size, "snapshot_gate": self._gate}
+        if args.success_buffer_size > 0:
+            self._buffer = SuccessBuffer(
+                args.success_buffer_size, args.success_buffer_questions, args.success_buffer_max_age,
+                args.demonstration_choice, args.seed,
+            )  # fmt: skip
+            self._remembers["success_buffer"] = self._buffer
 
     def _make_tap(self, model: PreTrainedModel) -> HeadTap:
         return HeadTap(
@@ -162,99 +179,17 @@ class SDPOTrainer(FeedbackTrainer):
     def _finished_rollout_batches(self) -> int:
         return self._step // (self.args.steps_per_generation * self.num_iterations)
 
-    # Loss
-
-    def _compute_loss(self, model, inputs):
-        if not self._distills:
-            return super()._compute_loss(model, inputs)
-        inputs = self._needed(inputs)
-        active = self._active(inputs)  # (B, T)
-        teacher = self._teacher_pass.head(inputs, active)
-        scored: list[TokenScores] = []
-
-        def score(head: TokenHead) -> TapScores:
-            scores, result = self._score_student(head, teacher, inputs, active)
-            scored.append(scores)
-            return result
-
-        with self._tap.consume(score):
-            policy_loss = super()._compute_loss(model, self._policy_inputs(inputs))
-        self._sums.add_tokens(self._mode, token_sums(scored[0], self.args.divergence))
-        return policy_loss + self.args.distillation_weight * scored[0].loss
-
-    def _score_student(
-        self, head: TokenHead, teacher: "TokenHead | MixedHead", inputs: dict[str, Any], active: torch.Tensor
-    ) -> tuple[TokenScores, TapScores]:
-        """Everything the loss needs from the student's one forward: the distilled tokens, then the others."""
-        others = inputs["completion_mask"].bool() & ~active  # TRL also asks for what tools wrote
-        old, correction = inputs.get("old_per_token_logps"), inputs.get("importance_sampling_ratio")
-        coefficients = token_coefficients(active, self.loss_type, self._normalizer(inputs))
-        if correction is not None:  # TRL's correction for its sampler: (B, T) or (B, 1)
-            coefficients = coefficients * correction
-        request = ScoreRequest(
-            inputs["completion_ids"][active],
-            self.args.divergence,
-            coefficients[active],
-            None if old is None else old[active],
-            self.args.distillation_is_clip,
-            policy_gradient=self._has_policy_term,
-            entropy_gradient=self._entropy_bonus_enabled,
-        )
-        distilled = score_tokens(predicting(head, active), teacher, request, self.args.distillation_impl)
-        policy = replace(request, token_ids=inputs["completion_ids"][others], coefficients=None, old_log_probs=None)
-        rest = score_tokens(predicting(head, others), None, policy, self.args.distillation_impl)
-        padding = head.hidden.size(1) - 1 - active.size(1)
-
-        def place(name: str) -> torch.Tensor:  # (B, L - 1)
-            values = rest.log_prob.new_zeros(active.shape)
-            values = values.masked_scatter(active, getattr(distilled, name))
-            return F.pad(values.masked_scatter(others, getattr(rest, name)), (padding, 0))
-
-        return distilled, TapScores(distilled.loss + rest.loss, place("log_prob"), place("entropy"))
-
-    @property
-    def _has_policy_term(self) -> bool:
-        return self.args.distillation_weight < 1.0 or self.beta != 0.0
-
-    def _needed(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Without a policy term, the rows that are distilled (and others where another process has more of them)."""
-        if self._is_vlm:
-            return inputs  # images are not aligned with rows
-        if not (self._has_policy_term or self._entropy_bonus_enabled or self.aux_loss_enabled):
-            active = self._active(inputs).any(dim=1)  # (B,)
-            # TRL gathers values per row, so all processes run as many rows as the one that has most to learn.
-            count = int(self.accelerator.gather(active.sum().clamp(min=1).reshape(1)).max())
-            rows = active.int().argsort(descending=True, stable=True)[:count]
-            inputs = take_rows(inputs, rows)
-        return inputs if self.pad_to_multiple_of else trim_padding(inputs)
-
-    def _policy_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """TRL's inputs with its advantages at their share: every `loss_type` is linear in them for one sign."""
-        weight = self.args.distillation_weight
-        scaled = {**inputs, "advantages": inputs["advantages"] * (1.0 - weight)}
-        corrects_anchor = self.beta != 0.0 and self.args.use_bias_correction_kl
-        if weight == 1.0 and not corrects_anchor:
-            # Zero times the ratio of a very stale token would be zero times infinity.
-            scaled.pop("old_per_token_logps", None)
-        return scaled
-
-    def _normalizer(self, inputs: dict[str, Any]) -> Normalizer:
-        share = 1.0 / self.accelerator.num_processes
-        accumulation = 1
-        if self.model.training:  # in eval, the batch is neither split across steps nor accumulated
-            accumulation = self.current_gradient_accumulation_steps
-            share *= accumulation / self.args.steps_per_generation
-        return Normalizer(
-            inputs["active_tokens"], inputs["active_rows"], share, accumulation, self.max_completion_length
-        )
-
     # Logs
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._distills:
             means = self._sums.flush(self._mode)
-            if means and self._mode == "train" and self._teacher.store is not None:
-                means["sdpo/teacher_distance"] = self._teacher.store.distance()
+            if means and self._mode == "train":
+                means["sdpo/distillation_weight"] = self._weight()
+                if self._teacher.store is not None:
+                    means["sdpo/teacher_distance"] = self._teacher.store.distance()
+                if "grad_norm" in logs:
+                    self._sums.observe_gradient(logs["grad_norm"], means["sdpo/divergence"])
             self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         super().log(logs, start_time)
 

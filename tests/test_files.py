@@ -67,8 +67,9 @@ def test_the_export_is_the_student_alone(tmp_path, base_folder, peft, kind):
         AutoTokenizer.from_pretrained(folder)
     assert not list((tmp_path / "export").glob("*sdpo*")) and not [p for p in checkpoint.iterdir() if p.is_dir()]
     stored = sorted(path.name for path in checkpoint.glob("sdpo_*"))
-    both = ["sdpo_initial_policy.safetensors", "sdpo_teacher.safetensors"]
-    assert stored == (both if kind == "ema" else both[:1])  # `beta` needs the initial policy for every kind
+    # `beta` needs the initial policy for every kind
+    teacher = ["sdpo_teacher.safetensors"] if kind == "ema" else []
+    assert stored == ["sdpo_initial_policy.safetensors", "sdpo_state.json", *teacher]
 
 
 @pytest.mark.parametrize("peft", [False, True])

@@ -9,12 +9,14 @@ import os
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import sdpo_trl
 from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedback
+from sdpo_trl.controls import ControlOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -37,7 +39,7 @@ def hopeless(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-def behaviour(folder, monkeypatch, caplog, reward=None, **options):
+def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **options):
     """What a run of three steps does, in its parts."""
     monkeypatch.undo()
     caplog.clear()
@@ -76,8 +78,14 @@ def behaviour(folder, monkeypatch, caplog, reward=None, **options):
         "teacher": {n: v.clone() for s in getattr(trainer, "_stores", {}).values() for n, v in s._values.items()},
         "teacher dtype": trainer._teacher._model.dtype if external else None,
         "warnings": caplog.text.count("SDPO: for"),
+        "evaluation": sorted(trainer.evaluate(tiny.prompts())) if evaluates else None,
         "reference": bool(reference),
     }
+
+
+def two_questions():
+    """Two questions of one topic: the first one asked is solved in the first batch, the other never."""
+    return Dataset.from_list([{"prompt": prompt, "topic": "t"} for prompt in ("ab", "cd")])
 
 
 def same(first, second):
@@ -123,6 +131,34 @@ CASES = {
     "feedback_template": Case("<{feedback_raw}>", "first prompts"),
     "diagnostics_warning_interval": Case(1, "warnings", {"reward": hopeless}),
     "diagnostics_flat_tolerance": Case(1e9, "warnings", {"diagnostics_warning_interval": 1}),
+}
+SAMPLED = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
+LINEAR = {"distillation_weight_schedule": "linear"}
+BUFFER = {"success_buffer_size": 2, "data": two_questions()}
+CASES |= {
+    "distillation_routing": Case("failed", "first prompts"),
+    "distillation_weight_schedule": Case("cosine", "loss"),
+    "distillation_weight_end": Case(0.4, "loss", LINEAR),
+    "distillation_weight_warmup_steps": Case(2, "loss"),
+    "distillation_weight_decay_steps": Case(1, "loss", LINEAR),
+    "prompt_weighting": Case("difficulty", "first prompts"),
+    "token_weighting": Case("gap_gate", "loss"),
+    "token_weighting_beta": Case(3.0, "loss", {"token_weighting": "teacher_entropy"}),
+    "distillation_log_ratio_clip": Case(0.01, "loss"),
+    "distillation_log_ratio_clip_running": Case(0.5, "loss"),
+    "distillation_is_clip_low": Case(0.999, "loss", {"num_iterations": 3, "distillation_is_clip": None}),
+    "distillation_gain_target": Case(5.0, "loss", SAMPLED),
+    "distillation_gain_max": Case(2.0, "loss", {**SAMPLED, "distillation_gain_target": 100.0}),
+    "distillation_signal": Case("advantage_magnitude", "loss"),
+    "advantage_magnitude_clip": Case(0.001, "loss", {"distillation_signal": "advantage_magnitude"}),
+    "teacher_proximal_share": Case(0.3, "loss"),
+    "teacher_snapshot_gate": Case(True, "teacher", {"teacher_model_kind": "snapshot", "teacher_sync_steps": 1}),
+    "demonstration_choice": Case("random", "prompts", {"dont_reprompt_on_self_success": False}),
+    "success_buffer_size": Case(1, "prompts", {"data": two_questions()}),
+    "success_buffer_questions": Case(1, "prompts", {**BUFFER, "data": tiny.prompts(), "max_steps": 8}),
+    "success_buffer_max_age": Case(1, "prompts", {**BUFFER, "max_steps": 5}),
+    "success_buffer_key": Case("topic", "prompts", {**BUFFER, "data": tiny.prompts(topic=["t"] * 4)}),
+    "evaluate_teacher": Case(False, "evaluation", {"trainer_rollout_func": None, "evaluates": True}),
 }
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
@@ -347,6 +383,11 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "feedback_template": "\n<{feedback_raw}>\n",
     "include_environment_feedback": True,
     "use_successful_as_teacher": True,
+    "distillation_signal": "loss",
+    "advantage_magnitude_clip": 0.2,
+    "distillation_gain_target": None,
+    "distillation_gain_max": 10.0,
+    "teacher_snapshot_gate": False,
 }
 
 
@@ -365,18 +406,19 @@ def test_the_parser_reads_every_option_from_yaml(tmp_path):
 
 def test_the_parser_reads_every_option_from_the_command_line(tmp_path):
     values = {**OTHER_VALUES, "distillation_is_clip": 1.5}
+    del values["distillation_gain_target"]  # `None` is its default
     args = ["--output_dir", str(tmp_path), "--bf16", "false", "--use_cpu", "true"]
     for name, value in values.items():
         args += [f"--{name}", str(value).replace("'", '"')]
     (config,) = TrlParser([SDPOConfig]).parse_args_and_config(args=args)
-    assert {name: getattr(config, name) for name in NEW_FIELDS} == values
+    assert {name: getattr(config, name) for name in values} == values
 
 
 def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            assert f"        {field.name} (`" in SDPOConfig.__doc__
+            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__
 
 
 # Public names

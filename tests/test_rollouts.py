@@ -351,6 +351,7 @@ def test_stats_are_counts():
         "demonstration_share": 2.0,  # the failure beside the success, and the worked solution
         "feedback_share": 3.0,
         "distilled_share": 4.0,
+        "remembered_share": 0.0,
         "lone_success_share": 1.0,
     }
 

@@ -20,7 +20,16 @@ SPECS = [
     ),
     DivergenceSpec("sampled_token", 1.0),
 ]
-VALUES = ("loss", "log_prob", "entropy", "divergence", "teacher_log_prob", "teacher_entropy", "clipped")
+VALUES = ("loss", "log_prob", "entropy", "divergence", "teacher_log_prob", "teacher_entropy", "clipped", "weight")
+BOUNDED = [
+    replace(spec, teacher_share=share, log_ratio_clip=clip)
+    for spec in (
+        *(DivergenceSpec("full_logits", alpha) for alpha in (0.0, 0.3, 1.0)),
+        *(DivergenceSpec("topk_logits", alpha, 5, tail) for alpha in (0.0, 0.5, 1.0) for tail in (True, False)),
+        DivergenceSpec("sampled_token", 1.0),
+    )
+    for share, clip in ((1.0, 0.4), (0.3, None), (0.8, 0.1))
+]
 
 
 def case(spec, *, trained_head, bias, softcap, mixed, policy, teacher_vocab, old, count=N, dtype=torch.float64):
@@ -56,6 +65,33 @@ def case(spec, *, trained_head, bias, softcap, mixed, policy, teacher_vocab, old
     return student, teacher, request, total, [x for x in (hidden, weight, offset) if x is not None and x.requires_grad]
 
 
+def compare(student, teacher, request, total, inputs):
+    truth = score_tokens(student, teacher, request, "reference")
+    fused = score_tokens(student, teacher, request, "fused")
+    for name in VALUES:
+        torch.testing.assert_close(getattr(fused, name), getattr(truth, name), rtol=1e-8, atol=1e-8)
+    expected = torch.autograd.grad(total(truth), inputs, allow_unused=True)
+    for ours, theirs in zip(torch.autograd.grad(total(fused), inputs, allow_unused=True), expected, strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(
+            *(zero if x is None or not x.any() else x for x in (ours, theirs)), rtol=1e-8, atol=1e-8
+        )
+
+
+@pytest.mark.parametrize("spec", BOUNDED, ids=str)
+def test_fused_equals_reference_with_every_control(spec):
+    for trained_head, bias, mixed, teacher_vocab, weighting in itertools.product(
+        (False, True), (False, True), (False, True), (37, 33), (None, "teacher_entropy", "gap_gate")
+    ):
+        student, teacher, request, total, inputs = case(
+            spec, trained_head=trained_head, bias=bias, softcap=None, mixed=mixed, policy=trained_head,
+            teacher_vocab=teacher_vocab, old=mixed,
+        )  # fmt: skip
+        request = replace(request, ratio_floor=0.5, token_weighting=weighting, weighting_beta=0.7)
+        compare(student, teacher, request, total, inputs)
+        compare(student, teacher, replace(request, coefficients=None), total, inputs)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fused_equals_reference(spec):
     for trained_head, bias, softcap, mixed, policy, teacher_vocab, old in itertools.product(
@@ -65,13 +101,7 @@ def test_fused_equals_reference(spec):
             spec, trained_head=trained_head, bias=bias, softcap=softcap, mixed=mixed, policy=policy,
             teacher_vocab=teacher_vocab, old=old,
         )  # fmt: skip
-        truth = score_tokens(student, teacher, request, "reference")
-        fused = score_tokens(student, teacher, request, "fused")
-        for name in VALUES:
-            torch.testing.assert_close(getattr(fused, name), getattr(truth, name), rtol=1e-8, atol=1e-8)
-        expected = torch.autograd.grad(total(truth), inputs)
-        for ours, theirs in zip(torch.autograd.grad(total(fused), inputs), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8)
+        compare(student, teacher, request, total, inputs)
 
 
 def usual(spec=SPECS[2], **changes):
@@ -184,8 +214,8 @@ def _arguments(student, teacher, request):
     from sdpo_trl.fused import FusedPlan
 
     plan = FusedPlan(
-        student.detach(), teacher, request.token_ids, request.spec, request.coefficients, None, None, False, False,
-        request.chunk_size, True, False, True,
+        student.detach(), teacher, request.token_ids, request.spec, request.coefficients, None, (None, None), None,
+        1.0, False, False, request.chunk_size, True, False, True,
     )  # fmt: skip
     return student.hidden, student.weight, student.bias, plan
 

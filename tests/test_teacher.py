@@ -384,7 +384,7 @@ def test_resuming_without_the_teachers_file_is_refused(tmp_path):
     make(tmp_path, "ema", max_steps=2, save_strategy="steps", save_steps=1, beta=0.1).train()
     checkpoint = tmp_path / "checkpoint-1"
     names = {path.name for path in checkpoint.glob("sdpo_*")}
-    assert names == {"sdpo_teacher.safetensors", "sdpo_initial_policy.safetensors"}
+    assert names == {"sdpo_teacher.safetensors", "sdpo_initial_policy.safetensors", "sdpo_state.json"}
     shutil.copytree(checkpoint, tmp_path / "copy")
     (tmp_path / "copy" / "sdpo_teacher.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"sdpo_teacher\.safetensors.*Resume with the settings"):
