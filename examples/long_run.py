@@ -71,7 +71,7 @@ def train(name: str, model, tokenizer, tasks, seed: int, steps: int, out: Path) 
 
 
 def table(results: dict) -> str:
-    """One row per setting: the best and the last success on trained names, and the last of the others; mean (worst)."""
+    """One row per setting: the best and the last success on trained names, the last of the others; mean (worst)."""
     lines = ["| setting | best trained | last trained | unseen | known | with feedback |", "|" + " --- |" * 6]
     for name in SETTINGS:
         runs = [seed[name]["points"] for seed in results.values() if name in seed]

@@ -161,8 +161,9 @@ class FeedbackTrainer(FilesTrainer):
             self._prompt_builder.thinking_opened(output["prompt_ids"]),
         )
         everyones = gather_object(texts)
+        seed = args.seed + self.state.global_step
         rich = torch.tensor([text is not None for text in rollouts.feedback], device=self.accelerator.device)
-        routing = rollout_rules.route(
+        return rollout_rules.route(
             rollouts,
             success,
             everyones,
@@ -171,9 +172,8 @@ class FeedbackTrainer(FilesTrainer):
             self._group_size,
             args.routing_rule,
             remembered=self._remember(everyones),
-            order=rollout_rules.demonstration_order(args.demonstration_choice, everyones, args.seed + self._step),
+            order=rollout_rules.demonstration_order(args.demonstration_choice, everyones, seed),
         )
-        return routing
 
     def _remember(self, everyones: list[str | None]) -> list[str | None] | None:
         """Earlier successes at the local questions; this batch's are then kept for later ones."""

@@ -70,23 +70,24 @@ class BatchHealth:
 
 
 class _Usual:
-    """A slow mean of a positive quantity: what it used to be."""
+    """A slow mean of a positive quantity: what it used to be. What is far from it does not enter it."""
 
-    def __init__(self, batches: int) -> None:
+    def __init__(self, batches: int, low: float, high: float) -> None:
         self._batches = max(batches, 1)
-        self._mean: float | None = None
+        self._low, self._high = low, high
+        self._mean = 0.0
         self._seen = 0
 
-    def compare(self, value: float | None) -> float:
-        """`value` as a multiple of its usual, 1 before there is one; then note it."""
+    def left_by(self, value: float | None) -> bool:
+        """Whether `value` is below `low` or above `high` times its usual; if not, it is noted."""
         if value is None:
-            return 1.0
+            return False
         known = self._seen >= self._batches and self._mean > 0
-        relative = value / self._mean if known else 1.0
+        if known and not self._low * self._mean <= value <= self._high * self._mean:
+            return True
         self._seen += 1
-        rate = 1 / min(self._seen, 5 * self._batches)
-        self._mean = value if self._mean is None else self._mean + rate * (value - self._mean)
-        return relative
+        self._mean += (value - self._mean) / min(self._seen, 5 * self._batches)
+        return False
 
 
 class HealthMonitor:
@@ -102,22 +103,22 @@ class HealthMonitor:
         self._interval = interval
         self._tolerance = tolerance
         self._streaks = dict.fromkeys(_MESSAGES, 0)
-        self._usual = {name: _Usual(interval) for name in ("divergence", "entropy", "length")}
+        self._divergence = _Usual(interval, 0.0, 5.0)
+        self._entropy = _Usual(interval, 0.5, float("inf"))
+        self._length = _Usual(interval, 0.5, float("inf"))
         self._best_teacher: float | None = None
 
     def observe(self, batch: BatchHealth) -> list[str]:
         """Note one rollout batch; the warnings that are due now."""
-        divergence = self._usual["divergence"].compare(batch.divergence)
-        entropy = self._usual["entropy"].compare(batch.entropy)
-        length = self._usual["length"].compare(batch.length)
+        exploding = self._divergence.left_by(batch.divergence)
         flat = batch.divergence is not None and abs(batch.divergence) <= self._tolerance
         return self._due({
             "no_feedback": batch.distilled_share + batch.success_share <= self._tolerance,
             "truncated": batch.truncated_share >= 0.95,
             "flat_teacher": flat,
-            "exploding_gap": divergence > 5.0 and batch.divergence > 0.1,
-            "falling_entropy": entropy < 0.5,
-            "falling_length": length < 0.5,
+            "exploding_gap": exploding and batch.divergence > 0.1,
+            "falling_entropy": self._entropy.left_by(batch.entropy),
+            "falling_length": self._length.left_by(batch.length),
         })  # fmt: skip
 
     def observe_gradient(self, norm: float, divergence: float) -> list[str]:

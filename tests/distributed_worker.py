@@ -176,6 +176,35 @@ def all_fail(folder):
     return finished
 
 
+CONTROLS = {
+    "distillation_weight": 0.7, "distillation_routing": "failed", "distillation_weight_schedule": "linear",
+    "distillation_log_ratio_clip_running": 2.0, "token_weighting": "teacher_entropy", "prompt_weighting": "difficulty",
+    "teacher_proximal_share": 0.9, "teacher_model_kind": "snapshot", "teacher_sync_steps": 1,
+    "teacher_snapshot_gate": True, "success_buffer_size": 2, "demonstration_choice": "random",
+}  # fmt: skip
+
+
+def controls(folder):
+    """Everything on, different rollouts: replicas and what they remember; the second process never succeeds."""
+
+    def reward(completions, log_extra, **kwargs):
+        log_extra("feedback", ["no"] * len(completions))
+        return [1.0 if RANK == 0 and len(text) % 2 else 0.0 for text in completions]
+
+    trainer = tiny.trainer(
+        folder, reward, per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=4, learning_rate=1e-2,
+        eval_strategy="steps", eval_steps=2, trainer_eval_dataset=tiny.prompts(2), **CONTROLS,
+    )  # fmt: skip
+    trainer.train()
+    evaluated = [row for row in trainer.state.log_history if "eval_sdpo/teacher_success_share" in row]
+    return {
+        "student": tiny.trained(trainer.model),
+        "teacher": dict(trainer._stores["teacher"]._values),
+        "memory": {name: part.state() for name, part in trainer._remembers.items()},
+        "evaluated": len(evaluated),
+    }
+
+
 def images_on_one_process(folder):
     """Every other group of a vision-language model has no image: one process runs a text batch, the other images."""
     from test_vision import losses, vision_trainer
@@ -197,6 +226,7 @@ def main(folder):
         replicas,
         pairs,
         demonstration,
+        controls,
         images_on_one_process,
         all_fail,
     )  # the last one may hang, and ends the group

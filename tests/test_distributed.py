@@ -104,3 +104,12 @@ def test_a_group_over_both_processes_gets_the_others_success(run):
         assert metrics["sdpo/demonstration_share"] == 0.75
         assert metrics["sdpo/lone_success_share"] == 0.25
         assert not any(math.isnan(value) for value in metrics.values())
+
+
+def test_with_every_control_on_the_processes_stay_alike(run):
+    first, second = run("controls")
+    tiny.assert_equal(first["student"], second["student"])
+    tiny.assert_equal(first["teacher"], second["teacher"])
+    assert first["memory"] == second["memory"]
+    assert first["memory"]["success_buffer"]["answers"] and first["memory"]["gap_size"]["value"] > 0
+    assert first["evaluated"] == second["evaluated"] == 2
