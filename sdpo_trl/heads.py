@@ -20,6 +20,9 @@ from trl.trainer.utils import FusedCausalLMOutput
 from .divergence import upcast
 
 
+_FLOAT16_BOOST = 256.0
+
+
 def logit_rules(config) -> tuple[float, float | None]:
     """
     How an architecture treats its logits: `softcap * tanh(scale * x / softcap)`.
@@ -119,8 +122,11 @@ class TokenHead:
         """From the logits' gradient, `(c, V)`, to the hidden states', `(c, H)`; overwrites its argument."""
         if slope is not None:
             logit_grad.mul_(slope)
-        product = torch.mm(logit_grad.to(self.matmul_dtype), self.weight.to(self.matmul_dtype))
-        return product.to(logit_grad.dtype).mul_(self.scale / self.temperature)
+        # float16 ends at 6e-8, and a gradient scaler multiplies too late, after this product.
+        boost = _FLOAT16_BOOST if self.matmul_dtype == torch.float16 else 1.0
+        raised = logit_grad if boost == 1.0 else logit_grad * boost
+        product = torch.mm(raised.to(self.matmul_dtype), self.weight.to(self.matmul_dtype))
+        return product.to(logit_grad.dtype).mul_(self.scale / self.temperature / boost)
 
     def pick(self, ids: torch.Tensor, slope: torch.Tensor | None) -> torch.Tensor:
         """The hidden states' gradient of one logit per token, ids of shape `(c,)` -> `(c, H)`."""

@@ -147,7 +147,7 @@ def test_without_a_teacher_the_policy_term_alone(policy):
 
 
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[2], SPECS[3], DivergenceSpec("topk_logits", 0.5, 5)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_stays_that_of_float32(spec, dtype):
     """Half-precision weights and states are multiplied as they are; everything behind the logits is float32."""
     student, teacher, request, total, inputs = usual(spec, dtype=dtype, old=False)
@@ -173,18 +173,35 @@ def test_equal_heads_have_no_divergence_and_no_gradient():
         assert grad.abs().max() < 1e-12
 
 
-def test_autocast_projects_in_half_precision_and_nothing_else():
+@pytest.mark.parametrize("half_dtype", [torch.bfloat16, torch.float16])
+def test_autocast_projects_in_half_precision_and_nothing_else(half_dtype):
     student, teacher, request, _, _ = usual(dtype=torch.float32, policy=False, old=False)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", half_dtype):
         full = score_tokens(student, teacher, request)
     torch.testing.assert_close(full.divergence, score_tokens(student, teacher, request).divergence)
-    halves = [replace(head, matmul_dtype=torch.bfloat16) for head in (student, teacher)]
+    halves = [replace(head, matmul_dtype=half_dtype) for head in (student, teacher)]
     half = score_tokens(*halves, request)
     assert half.divergence.dtype == torch.float32
     truth = score_tokens(*halves, request, "reference")
     torch.testing.assert_close(half.divergence, truth.divergence, rtol=1e-5, atol=1e-5)
     (grad,) = torch.autograd.grad(half.loss, [student.weight])
     assert grad.dtype == torch.float32
+
+
+def test_a_gradient_below_float16_is_not_lost():
+    """Over many items each one's share is smaller than float16 can hold."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(200_000, 4, generator=generator) * 0.1
+    hidden = torch.randn(3, 4, generator=generator)
+    other = hidden + 0.03 * torch.randn(3, 4, generator=generator)
+    grads = []
+    for dtype in (torch.float32, torch.float16):
+        states = hidden.clone().requires_grad_()
+        heads = [TokenHead(x, weight, matmul_dtype=dtype) for x in (states, other)]
+        request = ScoreRequest(torch.zeros(3, dtype=torch.long), SPECS[3], torch.ones(3))
+        score_tokens(*heads, request).loss.backward()
+        grads.append(states.grad)
+    assert (grads[1] - grads[0]).norm() < 0.05 * grads[0].norm()
 
 
 def test_the_backward_pass_projects_nothing_when_the_head_is_frozen(monkeypatch):

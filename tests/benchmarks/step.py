@@ -34,10 +34,25 @@ def ready(trainer, case):
     return optimizer, models.batch(128, 384, case["length"], case["shared"], case["scored"])
 
 
+# Every control that changes a step's work, beside each other.
+CONTROLS = {
+    "distillation_weight": 0.5, "distillation_routing": "failed", "distillation_weight_schedule": "cosine",
+    "distillation_log_ratio_clip": 5.0, "distillation_log_ratio_clip_running": 3.0, "distillation_is_clip_low": 0.1,
+    "token_weighting": "teacher_entropy", "prompt_weighting": "difficulty", "teacher_proximal_share": 0.9,
+    "success_buffer_size": 2, "demonstration_choice": "shortest",
+}  # fmt: skip
+
+
 def our_step(folder, case, **options):
     trainer = models.ours(folder, models.smollm(), max_completion_length=256, **options)
     optimizer, batch = ready(trainer, case)
     trainer._teacher_pass._verified = True  # the one comparison of a run is not part of a step
+    trainer._gap_size.value = 1.0
+    if "distillation_routing" in options:
+        kept = ~batch["feedback_available"]
+        tokens, rows = torch.tensor(8 * case["length"]), torch.tensor(8)
+        batch |= {"in_policy_term": kept, "policy_tokens": kept.sum() * case["length"], "policy_rows": kept.sum(),
+                  "all_tokens": tokens, "all_rows": rows, "prompt_weight": torch.ones(8)}  # fmt: skip
 
     def call():
         made = trainer._teacher_pass.cached(batch, batch["feedback_available"])
@@ -91,6 +106,7 @@ def generation(folder, case):
 CONTENDERS = {
     "ours": our_step,
     "ours_blend": lambda folder, case: our_step(folder, case, distillation_weight=0.5),
+    "ours_controls": lambda folder, case: our_step(folder, case, **CONTROLS),
     "trl_sdpo": trl_step,
     "grpo": grpo_step,
     "generation": generation,
@@ -124,7 +140,8 @@ def main() -> None:
                 del calls
                 rows.append({
                     **case, "ours_s": times["ours"], "/trl_sdpo": times["ours"] / times["trl_sdpo"],
-                    "blend/pure": times["ours_blend"] / times["ours"], "grpo_s": times["grpo"],
+                    "blend/pure": times["ours_blend"] / times["ours"],
+                    "controls/blend": times["ours_controls"] / times["ours_blend"], "grpo_s": times["grpo"],
                     "generation_s": times["generation"],
                     "whole/grpo": (times["ours"] + times["generation"]) / (times["grpo"] + times["generation"]),
                     "peak/trl_sdpo": peaks["ours"] / peaks["trl_sdpo"], "ours_MB": round(peaks["ours"] / 1e6),
