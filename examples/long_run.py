@@ -58,7 +58,8 @@ class Curves(TrainerCallback):
 def train(name: str, model, tokenizer, tasks, seed: int, steps: int, out: Path) -> dict:
     options = {**quickstart.DEFAULTS, "max_steps": steps, "seed": seed, "logging_steps": 20, "disable_tqdm": True,
                "output_dir": str(out / name), **SETTINGS[name]}  # fmt: skip
-    trained = tasks[0]
+    per_step = options["per_device_train_batch_size"] // options["num_generations"]
+    trained = tasks[0] * -(-per_step // len(tasks[0]))  # a step draws so many rows
     rows = Dataset.from_dict({"prompt": [t.prompt for t in trained], "target": [str(t.program) for t in trained]})
     curves = Curves(tokenizer, tasks, every=20)
     trainer = SDPOTrainer(
