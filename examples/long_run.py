@@ -25,11 +25,26 @@ from transformers import TrainerCallback
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
 
-# What each run changes in the quickstart's options (`quickstart.DEFAULTS`).
+# What each run changes in the quickstart's options (`quickstart.DEFAULTS`); all distil by the Jensen-Shannon divergence.
+EMA = {"teacher_model_kind": "ema", "teacher_update_rate": 0.05, "distillation_alpha": 0.5}
+SNAPSHOT = {"teacher_model_kind": "snapshot", "teacher_sync_steps": 20, "distillation_alpha": 0.5}
+ROUTED = {"distillation_weight": 0.5, "distillation_routing": "failed", "token_weighting": "teacher_entropy"}
+# One answer per prompt, each batch of them trained on eight times.
+STALE = {**EMA, "num_generations": 1, "num_iterations": 8, "distillation_is_clip": None}
 SETTINGS = {
     "live": {"teacher_model_kind": "live", "distillation_alpha": 0.5},
-    "ema": {"teacher_model_kind": "ema", "teacher_update_rate": 0.05, "distillation_alpha": 0.5},
-}
+    "ema": EMA,
+    "snapshot": SNAPSHOT,
+    "ema, routed": {**EMA, **ROUTED},
+    "snapshot, gated": {**SNAPSHOT, "teacher_snapshot_gate": True},
+    "snapshot, gated and routed": {**SNAPSHOT, "teacher_snapshot_gate": True, **ROUTED},
+    "stale": STALE,
+    "stale, ratio clip 2": {**STALE, "distillation_is_clip": 2.0},
+    "stale, clipped": {
+        **STALE, "distillation_is_clip": 2.0, "distillation_is_clip_low": 0.5,
+        "distillation_log_ratio_clip_running": 3.0,
+    },
+}  # fmt: skip
 MEASURES = ("trained", "unseen", "known", "with_feedback")
 
 
@@ -57,7 +72,7 @@ class Curves(TrainerCallback):
 
 def train(name: str, model, tokenizer, tasks, seed: int, steps: int, out: Path) -> dict:
     options = {**quickstart.DEFAULTS, "max_steps": steps, "seed": seed, "logging_steps": 20, "disable_tqdm": True,
-               "output_dir": str(out / name), **SETTINGS[name]}  # fmt: skip
+               "output_dir": str(out / "run"), **SETTINGS[name]}  # fmt: skip
     per_step = options["per_device_train_batch_size"] // options["num_generations"]
     trained = tasks[0] * -(-per_step // len(tasks[0]))  # a step draws so many rows
     rows = Dataset.from_dict({"prompt": [t.prompt for t in trained], "target": [str(t.program) for t in trained]})
@@ -85,10 +100,19 @@ def table(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> None:
-    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), sharey=True, layout="constrained")
+    """Every seed a line; what is compared with each other in one row."""
+    parts = [[name for name in SETTINGS if name.startswith("stale") == stale] for stale in (False, True)]
+    figure, axes = pyplot.subplots(2, 4, figsize=(16, 8), sharey=True, layout="constrained")
+    for row, names in zip(axes, parts, strict=True):
+        _plot_row(row, names, results)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _plot_row(axes, names: list[str], results: dict) -> None:
     colors = pyplot.colormaps["tab10"]
     for axis, measure in zip(axes, MEASURES, strict=True):
-        for index, name in enumerate(SETTINGS):
+        for index, name in enumerate(names):
             for count, runs in enumerate(results.values()):
                 if name in runs:
                     points = runs[name]["points"]
@@ -98,8 +122,6 @@ def plot(results: dict, path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("success at temperature 1")
     axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def main() -> None:
