@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
 
-# What each run changes in the quickstart's options (`quickstart.DEFAULTS`); all distil by the Jensen-Shannon divergence.
+# What each run changes in the quickstart's options (`quickstart.DEFAULTS`); all distil by the JSD.
 EMA = {"teacher_model_kind": "ema", "teacher_update_rate": 0.05, "distillation_alpha": 0.5}
 SNAPSHOT = {"teacher_model_kind": "snapshot", "teacher_sync_steps": 20, "distillation_alpha": 0.5}
 ROUTED = {"distillation_weight": 0.5, "distillation_routing": "failed", "token_weighting": "teacher_entropy"}

@@ -3,14 +3,18 @@
 Knows: the keys of the batch. Deliberately does not know: models, losses.
 """
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 
 _PROMPT = (("prompt_ids", "prompt_mask"), ("teacher_prompt_ids", "teacher_prompt_mask"))
 _COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "teacher_hidden",
+    "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "teacher_hidden", "token_weight",
 )  # fmt: skip
 _VISION = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
@@ -42,3 +46,16 @@ def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
         if key in batch and batch[key].dim() > 1 and batch[key].size(1) == width:
             trimmed[key] = batch[key][:, :end]
     return trimmed
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """What is drawn within changes nothing of what is drawn afterwards, by torch, numpy or Python."""
+    python, array = random.getstate(), numpy.random.get_state()
+    accelerator = {} if device.type == "cpu" else {"device_type": device.type}
+    try:
+        with torch.random.fork_rng(devices=[] if device.type == "cpu" else None, **accelerator):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(array)

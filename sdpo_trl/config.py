@@ -104,8 +104,9 @@ class SDPOConfig(ControlOptions, GRPOConfig):
         > Parameters that control diagnostics
 
         diagnostics_warning_interval (`int`, *optional*, defaults to `10`):
-            Warn after this many degenerate rollout batches in a row (no success and no feedback, answers all
-            truncated, teacher equal to the student), and again after as many more. `0` disables.
+            Warn after this many degenerate rollout batches in a row, and again after as many more: no success and no
+            feedback, nothing distilled, answers all truncated, a teacher equal to the student or drifting away,
+            entropy or length falling, no gradient, the teacher's own success falling. `0` disables.
         diagnostics_flat_tolerance (`float`, *optional*, defaults to `1e-8`):
             What counts as zero for these warnings.
     """

@@ -39,11 +39,12 @@ class ControlOptions:
             `"difficulty"`: `sqrt(p (1 - p))` of the group's success rate, mean 1 over the distilled rollouts (SC-SDPO,
             arXiv 2605.27765). Groups that all passed or all failed are not distilled then.
         token_weighting (`str`, *optional*, defaults to `"none"`):
-            `"teacher_entropy"`: `exp(-b H_teacher)`, mean 1 over the tokens of a micro-batch (SRPO). `"position"`:
+            `"teacher_entropy"`: `exp(-b H_teacher)`, mean 1 over the tokens of the rollout batch (of the micro-batch,
+            for a teacher that moves within the batch and for images) (SRPO). `"position"`:
             `exp(-b i / n)` over a row's `n` tokens, mean 1 (IW-OPD, arXiv 2606.22600). `"gap_gate"`:
             `sigmoid(b * gap)`, the gap `log p_T - log p_S` of the sampled token (SDAR, arXiv 2605.15155).
         token_weighting_beta (`float`, *optional*, defaults to `1.0`):
-            `b` above, `>= 0`.
+            `b` above, `>= 0`; at most 7 for `"teacher_entropy"`, whose weights else vanish in float32.
 
         > Bounds
 
@@ -54,9 +55,10 @@ class ControlOptions:
             The same bound at this multiple of the running mean of `|gap|` over past optimizer steps (say 3.0). Beside
             the fixed clip the smaller bound counts; before the first step's end there is none.
         distillation_is_clip_low (`float`, *optional*):
-            Lower bound of the importance ratio of stale rollouts, beside `distillation_is_clip`; in `[0, is_clip)`.
+            Lower bound of the importance ratio of stale rollouts, in `[0, 1]` and below `distillation_is_clip`.
         distillation_gain_target (`float`, *optional*):
-            With `"sampled_token"`: scale the per-token advantages up so that their mean size reaches this, in nats.
+            With `"sampled_token"`: scale the per-token advantages of each micro-batch (of all processes) up so that
+            their mean size reaches this, in nats.
         distillation_gain_max (`float`, *optional*, defaults to `10.0`):
             Bound of that gain, `>= 1`.
 
@@ -95,8 +97,9 @@ class ControlOptions:
         > Evaluation
 
         evaluate_teacher (`bool`, *optional*, defaults to `True`):
-            `evaluate()` also samples answers under the self-teacher's prompts, with its weights, and reports its
-            success. Left out for external teachers, vLLM, tools, environments, own rollout functions and images.
+            `evaluate()` also samples one answer under each self-teacher's prompt, with its weights, grades it (so
+            reward functions run twice) and reports `eval_sdpo/teacher_success_share`. Left out for external teachers,
+            vLLM, tools, environments, own rollout functions and images.
     """
 
     distillation_routing: Routing = field(default="all", metadata={"help": "Which rollouts are distilled."})
@@ -175,7 +178,7 @@ class ControlOptions:
             ("token_weighting_beta", lambda x: x >= 0, "must not be negative"),
             ("distillation_log_ratio_clip", lambda x: x > 0, positive),
             ("distillation_log_ratio_clip_running", lambda x: x > 0, positive),
-            ("distillation_is_clip_low", lambda x: x >= 0, "must not be negative"),
+            ("distillation_is_clip_low", lambda x: 0 <= x <= 1, "must be in [0, 1] (on-policy the ratio is 1)"),
             ("distillation_gain_target", lambda x: x > 0, positive),
             ("distillation_gain_max", lambda x: x >= 1, "must be at least 1"),
             ("advantage_magnitude_clip", lambda x: 0 < x < 1, "must be in (0, 1)"),
@@ -195,17 +198,31 @@ class ControlOptions:
                 raise ValueError(f"`{name}` must be whole and at least {least}, got {value!r}.")
 
     def _check_control_pairs(self) -> None:
+        if self.token_weighting == "teacher_entropy" and self.token_weighting_beta > 7:
+            raise ValueError(
+                f"`token_weighting_beta={self.token_weighting_beta}` is too much for 'teacher_entropy': `exp(-b H)` "
+                "would vanish. Take at most 7; SRPO takes 1."
+            )
         low, high = self.distillation_is_clip_low, self.distillation_is_clip
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 f"`distillation_is_clip_low={low}` must be below `distillation_is_clip={high}`: the ratio is kept "
                 "between them."
             )
+        if (
+            self.distillation_weight_schedule != "constant"
+            and self.distillation_weight_end == self.distillation_weight
+        ):
+            raise ValueError(
+                f"`distillation_weight_schedule={self.distillation_weight_schedule!r}` goes nowhere: "
+                f"`distillation_weight` and `distillation_weight_end` are both {self.distillation_weight}."
+            )
         if self.num_generations == 1:
+            choice = [] if self.success_buffer_size else [("demonstration_choice", self.demonstration_choice)]
             for name, value in (
                 ("distillation_routing", "positive_advantage"),
                 ("prompt_weighting", "difficulty"),
-                ("distillation_signal", "advantage_magnitude"),
+                *((name, value) for name, value in choice if value != "first"),
             ):
                 if getattr(self, name) == value:
                     raise ValueError(
@@ -221,7 +238,7 @@ class ControlOptions:
         loss_only = [
             "distillation_routing", "prompt_weighting", "token_weighting", "distillation_log_ratio_clip",
             "distillation_log_ratio_clip_running", "distillation_is_clip", "distillation_is_clip_low",
-            "distillation_gain_target", "teacher_proximal_share",
+            "distillation_gain_target", "teacher_proximal_share", "distillation_mode", "distillation_alpha",
         ]  # fmt: skip
         return [
             *((name, own_loss, "`distillation_signal='loss'`") for name in loss_only),

@@ -169,7 +169,7 @@ def confidence_weight(
     """
     How much each token counts, from what both models say about it: `(...)`, `(...)` -> `(...)`.
 
-    `"teacher_entropy"`: `exp(-beta * H_T)` (SRPO, arXiv 2604.02288), which [`weight_scale`] brings to mean 1;
+    `"teacher_entropy"`: `exp(-beta * H_T)` (SRPO, arXiv 2604.02288), up to the scale that [`weight_scale`] settles;
     `"gap_gate"`: `sigmoid(beta * gap)` (SDAR, arXiv 2605.15155), which strengthens tokens that the teacher prefers.
 
     Args:

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from . import rollouts as rollout_rules
-from .batches import vision_inputs
+from .batches import same_random_numbers, vision_inputs
 from .files import FilesTrainer, attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
@@ -43,10 +43,11 @@ class FeedbackTrainer(FilesTrainer):
     _teacher: Teacher
     _teacher_pass: TeacherPass
     _sums: MetricSums
-    _gate: SnapshotGate
+    _gate: SnapshotGate | None
     _buffer: SuccessBuffer | None
     _known_tokens: int
     _teacher_answers: bool
+    _trains: bool = True
 
     @property
     def _mode(self) -> str:
@@ -119,12 +120,16 @@ class FeedbackTrainer(FilesTrainer):
             column = self.args.success_buffer_key
             keys = [
                 question_key(row, row.get("prompt", prompt), column)
+                # An evaluation set may lack the column: its questions are then unknown.
+                if self._trains or column is None or row.get(column) is not None
+                else None
                 for row, prompt in zip(inputs, prompts, strict=True)
             ]
         self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
+        self._trains = self.model.training  # some ways to generate leave the model in another mode
         if not self._distills:
             return super()._generate_and_score_completions(inputs)
         with attribute(self, "beta", 0.0 if self._anchors else self.beta):
@@ -149,7 +154,7 @@ class FeedbackTrainer(FilesTrainer):
 
     @property
     def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
+        return self.num_generations if self._trains else self.num_generations_eval
 
     def _route(self, output: dict[str, Any], success: torch.Tensor) -> Routing:
         args, rollouts = self.args, self._rollouts
@@ -182,7 +187,7 @@ class FeedbackTrainer(FilesTrainer):
             return None
         step = self.state.global_step
         remembered = [self._buffer.offer(key, step) for key in keys]
-        if self.model.training:
+        if self._trains:
             self._buffer.add(gather_object(keys), everyones, step)
         return remembered
 
@@ -195,20 +200,24 @@ class FeedbackTrainer(FilesTrainer):
         local = self._local_rows(len(routing.hints))
         distilled = torch.tensor([hint is not None for hint in routing.hints], device=device)
         rows: dict[str, torch.Tensor] = {}
+        compares = self._group_size > 1  # an evaluation may sample one answer per prompt
         if args.distillation_routing == "failed":
             distilled &= ~success[local]
-            mask = self._loss_mask(output)
-            kept = ~distilled
-            counts = torch.stack([mask[kept].sum(), mask.any(dim=1)[kept].sum(), mask.sum(), mask.any(dim=1).sum()])
-            counts = self.accelerator.reduce(counts, reduction="sum")
-            names = ("policy_tokens", "policy_rows", "all_tokens", "all_rows")
-            rows = {"in_policy_term": kept, **dict(zip(names, counts.unbind(), strict=True))}
-        elif args.distillation_routing == "positive_advantage":
-            distilled &= output["advantages"] > 0
-        if args.prompt_weighting == "difficulty":
+        elif args.distillation_routing == "positive_advantage" and compares:
+            differ = rollout_rules.differing_groups(self._rollouts.rewards, self._group_size)
+            distilled &= (output["advantages"] > 0) & differ[local]
+        if args.prompt_weighting == "difficulty" and compares:
             weights = difficulty_weights(success, self.accelerator.gather(distilled), self._group_size)[local]
             distilled &= weights > 0
             rows["prompt_weight"] = weights
+        if args.distillation_routing == "failed":
+            mask, kept = self._loss_mask(output), ~distilled
+            counts = torch.stack([
+                mask[kept].sum(), mask.any(dim=1)[kept].sum(), mask.sum(), torch.tensor(len(mask), device=device)
+            ])  # fmt: skip
+            counts = self.accelerator.reduce(counts, reduction="sum")
+            names = ("policy_tokens", "policy_rows", "all_tokens", "all_rows")
+            rows |= {"in_policy_term": kept, **dict(zip(names, counts.unbind(), strict=True))}
         return distilled, rows
 
     def _teacher_rows(self, output: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -218,7 +227,7 @@ class FeedbackTrainer(FilesTrainer):
         routing = self._route(output, success)
         available, weights = self._gated(routing, output, success)
         hints = [hint if keep else None for hint, keep in zip(routing.hints, available.tolist(), strict=True)]
-        if self._teacher_answers and not self.model.training:
+        if self._teacher_answers and not self._trains:
             self._evaluate_teacher(inputs, routing.hints, output)
         built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
         active = self._active({**output, "feedback_available": available})  # (B, T)
@@ -232,7 +241,7 @@ class FeedbackTrainer(FilesTrainer):
             "shortened_share": float(built.shortened),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])
-        if self.model.training:
+        if self._trains and self._gate is not None:
             self._gate.observe(total["success_share"] / total["rollouts"], truncated)
         if self.log_completions:
             texts = [text if hint is not None else None for text, hint in zip(built.texts, hints, strict=True)]
@@ -244,14 +253,14 @@ class FeedbackTrainer(FilesTrainer):
             **weights,
             **{key: value.to(device) for key, value in built.tensors.items()},
         }
-        return {**rows, **self._teacher_pass.cached({**output, **rows}, active.any(dim=1))}
+        return {**rows, **self._teacher_pass.cached({**output, **rows}, active)}
 
     @torch.no_grad()
     def _evaluate_teacher(self, inputs: list[dict[str, Any]], hints: list[Any], output: dict[str, Any]) -> None:
         """
         Sample one answer under each teacher's prompt, with the teacher's weights, and note how many of them pass.
 
-        The training's random numbers, metrics and tables stay as they are.
+        Torch's, numpy's and Python's random numbers, the metrics and the tables stay as they are.
         """
         hinted = torch.tensor([hint is not None for hint in hints], device=self.accelerator.device)
         if not int(self.accelerator.reduce(hinted.sum(), reduction="sum")):
@@ -259,7 +268,7 @@ class FeedbackTrainer(FilesTrainer):
         prompts: list[Prompt] = self._prompt_builder.build(self._rollouts.prompts, hints, output).prompts
         unseen = {"train": defaultdict(list), "eval": defaultdict(list)}
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng())
+            stack.enter_context(same_random_numbers(self.accelerator.device))
             stack.enter_context(attribute(self, "_metrics", unseen))
             for name in ("_pending_extra_logs", "_pending_metrics"):
                 stack.enter_context(attribute(self, name, defaultdict(list)))

@@ -43,7 +43,9 @@ class FilesTrainer(GRPOTrainer):
             for name, store in self._stores.items():
                 store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
             state = {name: part.state() for name, part in self._remembers.items()}
-            (Path(output_dir) / "sdpo_state.json").write_text(json.dumps(state), encoding="utf-8")
+            partial = Path(output_dir) / "sdpo_state.partial"
+            partial.write_text(json.dumps(state), encoding="utf-8")
+            partial.replace(partial.with_suffix(".json"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -55,7 +57,7 @@ class FilesTrainer(GRPOTrainer):
             for name, part in self._remembers.items():
                 if name in saved:
                     part.restore(saved[name])
-                else:
+                elif name != "health":
                     logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

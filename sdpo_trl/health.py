@@ -3,13 +3,21 @@
 Knows: shares, means, thresholds. Deliberately does not know: models, trainers, loggers.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 _MESSAGES = {
     "no_feedback": (
         "no rollout succeeded or had feedback, so there was nothing to distil. Lower `success_reward_threshold`, "
         "give feedback (`log_extra('feedback', ...)`, `feedback_func`, a `privileged_context` column), keep successes "
         "across steps (`success_buffer_size`), or start with easier prompts."
+    ),
+    "nothing_distilled": (
+        "there were successes or feedback, but no rollout was distilled and there is no policy term, so nothing was "
+        "learned. A success that stands alone is not its own demonstration (`dont_reprompt_on_self_success=False`), "
+        "and `distillation_routing` and `prompt_weighting` leave rollouts out; give the policy term a share "
+        "(`distillation_weight=0.9`), or ask harder questions."
     ),
     "truncated": (
         "nearly all answers were cut at `max_completion_length`. Raise it, or ask for shorter answers; "
@@ -26,7 +34,8 @@ _MESSAGES = {
         "learning rate, or take a teacher that follows (`teacher_model_kind='ema'`)."
     ),
     "falling_entropy": (
-        "the student's entropy was less than half of its usual value: answers are becoming all alike. Lower the "
+        "the student's entropy was less than half of its usual value, or a tenth of its highest, while answers fail: "
+        "they are becoming all alike. Lower the "
         "learning rate, add an anchor (`beta`), weigh tokens (`token_weighting='teacher_entropy'`), or distil "
         "failures alone (`distillation_routing='failed'`)."
     ),
@@ -54,6 +63,7 @@ class BatchHealth:
 
     Args:
         success_share (`float`): Share of rollouts that passed, in `[0, 1]`.
+        hinted_share (`float`): Share of rollouts whose teacher could be told something, in `[0, 1]`.
         distilled_share (`float`): Share of rollouts that are distilled, in `[0, 1]`.
         truncated_share (`float`): Share of answers without an end token, in `[0, 1]`.
         length (`float`): Mean tokens of an answer.
@@ -62,6 +72,7 @@ class BatchHealth:
     """
 
     success_share: float
+    hinted_share: float
     distilled_share: float
     truncated_share: float
     length: float
@@ -70,67 +81,89 @@ class BatchHealth:
 
 
 class _Usual:
-    """A slow mean of a positive quantity: what it used to be. What is far from it does not enter it."""
+    """A slow mean of a positive quantity: what it used to be. What is suddenly far from it enters it late."""
 
     def __init__(self, batches: int, low: float, high: float) -> None:
         self._batches = max(batches, 1)
         self._low, self._high = low, high
-        self._mean = 0.0
-        self._seen = 0
+        self.mean = self.highest = 0.0
+        self._seen = self._outside = 0
 
     def left_by(self, value: float | None) -> bool:
-        """Whether `value` is below `low` or above `high` times its usual; if not, it is noted."""
-        if value is None:
+        """Whether `value` is below `low` or above `high` times its usual; then note it."""
+        if value is None or not math.isfinite(value):
             return False
-        known = self._seen >= self._batches and self._mean > 0
-        if known and not self._low * self._mean <= value <= self._high * self._mean:
-            return True
+        known = self._seen >= self._batches and self.mean > 0
+        outside = known and not self._low * self.mean <= value <= self._high * self.mean
+        self._outside = self._outside + 1 if outside else 0
+        if self._outside <= self._batches:
+            if outside:
+                return True
+            self._outside = 0
         self._seen += 1
-        self._mean += (value - self._mean) / min(self._seen, 5 * self._batches)
-        return False
+        self.mean += (value - self.mean) / min(self._seen, 5 * self._batches)
+        self.highest = max(self.highest, self.mean) if self._seen >= self._batches else 0.0
+        return outside
+
+    def state(self) -> list[float]:
+        return [self.mean, self.highest, self._seen, self._outside]
+
+    def restore(self, state: list[float]) -> None:
+        self.mean, self.highest, self._seen, self._outside = state
 
 
 class HealthMonitor:
     """
-    Counts degenerate rollout batches (and optimizer steps) in a row.
+    Counts degenerate rollout batches (and optimizer steps) in a row; a checkpoint keeps what it knows.
 
     Args:
         interval (`int`): In a row before a warning, and between two of them; 0 disables.
         tolerance (`float`): What counts as zero.
+        has_policy_term (`bool`): Whether rollouts that are not distilled teach all the same.
     """
 
-    def __init__(self, interval: int, tolerance: float) -> None:
+    def __init__(self, interval: int, tolerance: float, has_policy_term: bool = False) -> None:
         self._interval = interval
         self._tolerance = tolerance
+        self._has_policy_term = has_policy_term
         self._streaks = dict.fromkeys(_MESSAGES, 0)
-        self._divergence = _Usual(interval, 0.0, 5.0)
-        self._entropy = _Usual(interval, 0.5, float("inf"))
-        self._length = _Usual(interval, 0.5, float("inf"))
-        self._best_teacher: float | None = None
+        self._usual = {
+            "divergence": _Usual(interval, 0.0, 5.0),
+            "entropy": _Usual(interval, 0.5, math.inf),
+            "length": _Usual(interval, 0.5, math.inf),
+        }
+        self._teachers: dict[str, list[float]] = {}  # by evaluation set: the best success, and evaluations far below
 
     def observe(self, batch: BatchHealth) -> list[str]:
         """Note one rollout batch; the warnings that are due now."""
-        exploding = self._divergence.left_by(batch.divergence)
+        left = {name: usual.left_by(getattr(batch, name)) for name, usual in self._usual.items()}
+        nothing = batch.hinted_share + batch.success_share <= self._tolerance
+        idle = batch.distilled_share <= self._tolerance and not self._has_policy_term
         flat = batch.divergence is not None and abs(batch.divergence) <= self._tolerance
+        gone = batch.entropy is not None and batch.entropy < 0.1 * self._usual["entropy"].highest
         return self._due({
-            "no_feedback": batch.distilled_share + batch.success_share <= self._tolerance,
+            "no_feedback": nothing,
+            "nothing_distilled": idle and not nothing,
             "truncated": batch.truncated_share >= 0.95,
             "flat_teacher": flat,
-            "exploding_gap": exploding and batch.divergence > 0.1,
-            "falling_entropy": self._entropy.left_by(batch.entropy),
-            "falling_length": self._length.left_by(batch.length),
+            "exploding_gap": left["divergence"] and batch.divergence > 0.1,
+            "falling_entropy": (left["entropy"] or gone) and batch.success_share < 0.5,
+            "falling_length": left["length"],
         })  # fmt: skip
 
-    def observe_gradient(self, norm: float, divergence: float) -> list[str]:
-        """Note one logged optimizer step: the norm of its gradient and the mean divergence."""
-        return self._due({"no_gradient": norm <= self._tolerance and divergence > 1e-4})
+    def observe_gradient(self, norm: float, gap_size: float) -> list[str]:
+        """Note one logged optimizer step that descends the divergence: its gradient's norm, and the mean `|gap|`."""
+        return self._due({"no_gradient": norm <= self._tolerance and gap_size > 1e-3})
 
-    def observe_teacher(self, success: float) -> list[str]:
-        """Note one evaluation of the self-teacher: the share of its answers that passed, in `[0, 1]`."""
-        best = success if self._best_teacher is None else max(self._best_teacher, success)
-        self._best_teacher = best
-        fell = self._interval > 0 and best - success > max(0.1, 0.2 * best)
-        return [_TEACHER_FALLING.format(now=success, best=best)] if fell else []
+    def observe_teacher(self, success: float, evaluated: str = "eval") -> list[str]:
+        """Note one evaluation of the self-teacher on a set: the share of its answers that passed, in `[0, 1]`."""
+        best, low = self._teachers.get(evaluated, (success, 0))
+        fell = best - success > max(0.1, 0.2 * best)
+        low = low + 1 if fell else 0
+        self._teachers[evaluated] = [max(best, success), low]
+        if not (fell and self._interval and (low - 1) % self._interval == 0):
+            return []
+        return [_TEACHER_FALLING.format(now=success, best=best)]
 
     def _due(self, degenerate: dict[str, bool]) -> list[str]:
         due = []
@@ -140,3 +173,13 @@ class HealthMonitor:
                 what = "logged steps" if name == "no_gradient" else "rollout batches"
                 due.append(f"SDPO: for {self._streaks[name]} {what} in a row {_MESSAGES[name]}")
         return due
+
+    def state(self) -> dict[str, Any]:
+        usual = {name: usual.state() for name, usual in self._usual.items()}
+        return {"streaks": self._streaks, "usual": usual, "teachers": self._teachers}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._streaks |= state["streaks"]
+        self._teachers = state["teachers"]
+        for name, usual in self._usual.items():
+            usual.restore(state["usual"][name])

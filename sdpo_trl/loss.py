@@ -79,7 +79,8 @@ def policy_factor(rows: torch.Tensor, mask: torch.Tensor, loss_type: str, counts
         mask (`torch.Tensor`): bool of shape `(B, T)`: completion x tool mask.
         loss_type (`str`): See [`token_coefficients`].
         counts (`torch.Tensor`): Over the whole rollout batch and all processes, shape `(4,)`: tokens and rows of the
-            policy term, then tokens and rows of all.
+            policy term, then of all. Rows of the policy term are those with a token left; of all, every row, as TRL
+            counts them.
 
     Returns:
         `torch.Tensor`: float32 of shape `(B,)`.

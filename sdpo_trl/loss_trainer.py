@@ -29,6 +29,7 @@ class LossTrainer(FeedbackTrainer):
 
     _tap: HeadTap
     _gap_size: RunningMean
+    _used_weight: float = 0.0
 
     def _compute_loss(self, model, inputs):
         if not self._distills:
@@ -43,8 +44,15 @@ class LossTrainer(FeedbackTrainer):
         def score(head: TokenHead) -> TapScores:
             scores, result = self._score_student(head, teacher, inputs, active, spec)
             scored.append(scores)
-            if self._scales_advantages:  # TRL reads them after the forward pass
+            # TRL reads both after the forward pass.
+            if self._scales_advantages:
                 policy["advantages"] = self._scaled_advantages(policy["advantages"], scores, active)
+            if "in_policy_term" in policy and "old_per_token_logps" in policy:
+                # A row without an advantage must not bring infinity to a product with zero.
+                own = result.log_probs[:, -active.size(1) :].detach()
+                near = policy["old_per_token_logps"].clamp(min=own - 20.0, max=own + 20.0)
+                kept = policy["in_policy_term"][:, None]
+                policy["old_per_token_logps"] = torch.where(kept, policy["old_per_token_logps"], near)
             return result
 
         with self._tap.consume(score):
@@ -52,6 +60,8 @@ class LossTrainer(FeedbackTrainer):
         sums = self._sums.add_tokens(self._mode, token_sums(scored[0], spec))
         if self.model.training:
             self._gap_size.add(sums["gap_size"], sums["count"])
+        if self.model.training:
+            self._used_weight = self._weight()
         if self._scales_advantages:
             return policy_loss
         return policy_loss + self._weight() * self._gain(scored[0], spec) * scored[0].loss
@@ -109,7 +119,7 @@ class LossTrainer(FeedbackTrainer):
         """Everything the loss needs from the student's one forward: the distilled tokens, then the others."""
         others = inputs["completion_mask"].bool() & ~active  # TRL also asks for what tools wrote
         old, args = inputs.get("old_per_token_logps"), self.args
-        in_loop = args.token_weighting in ("teacher_entropy", "gap_gate")
+        in_loop = args.token_weighting in ("teacher_entropy", "gap_gate") and self._token_weight(inputs) is None
         request = ScoreRequest(
             inputs["completion_ids"][active],
             spec,
@@ -141,9 +151,17 @@ class LossTrainer(FeedbackTrainer):
             coefficients = coefficients * inputs["prompt_weight"][:, None]
         if self.args.token_weighting == "position":
             coefficients = coefficients * position_weights(active, self.args.token_weighting_beta)
+        weight = self._token_weight(inputs)
+        if weight is not None:
+            coefficients = coefficients * weight
         if "importance_sampling_ratio" in inputs:  # TRL's correction for its sampler: (B, T) or (B, 1)
             coefficients = coefficients * inputs["importance_sampling_ratio"]
         return coefficients
+
+    def _token_weight(self, inputs: dict[str, Any]) -> torch.Tensor | None:
+        """The weights by the teacher's entropy that came with the rows, if they are still this teacher's."""
+        made_now = "token_weight" in inputs and int(inputs["teacher_version"]) == self._teacher.version
+        return inputs["token_weight"] if made_now else None
 
     @property
     def _has_policy_term(self) -> bool:
@@ -171,7 +189,7 @@ class LossTrainer(FeedbackTrainer):
             factor = policy_factor(inputs["in_policy_term"], self._loss_mask(inputs), self.loss_type, counts)
             scaled["advantages"] = scaled["advantages"] * factor
         corrects_anchor = self.beta != 0.0 and self.args.use_bias_correction_kl
-        if not self.args.has_policy_term and not corrects_anchor:
+        if share == 0.0 and not corrects_anchor:
             # Zero times the ratio of a very stale token would be zero times infinity.
             scaled.pop("old_per_token_logps", None)
         return scaled

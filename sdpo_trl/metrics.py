@@ -5,11 +5,12 @@ Knows: accelerate's `reduce`, names. Deliberately does not know: models, prompts
 
 import logging
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 from accelerate import Accelerator
 
-from .divergence import DivergenceSpec
+from .divergence import DivergenceSpec, bounded_teacher
 from .health import BatchHealth, HealthMonitor
 from .scores import TokenScores
 
@@ -20,6 +21,7 @@ BATCH_METRICS = (
     "success_group_share",
     "demonstration_share",
     "feedback_share",
+    "hinted_share",
     "distilled_share",
     "lone_success_share",
     "remembered_share",
@@ -48,7 +50,9 @@ def token_sums(scores: TokenScores, spec: DivergenceSpec) -> torch.Tensor:
     """
     gap = scores.teacher_log_prob - scores.log_prob.detach()
     shown = -gap if spec.mode == "sampled_token" else scores.divergence
-    cut = gap.abs() > (float("inf") if spec.log_ratio_clip is None else spec.log_ratio_clip)
+    own = scores.log_prob.detach()
+    unclipped = bounded_teacher(own, scores.teacher_log_prob, replace(spec, log_ratio_clip=None)) - own
+    cut = unclipped.abs() > (float("inf") if spec.log_ratio_clip is None else spec.log_ratio_clip)
     columns = (
         shown, gap, scores.entropy, scores.teacher_entropy, scores.clipped, gap.abs(), cut, scores.weight,
         torch.ones_like(gap),
@@ -103,8 +107,9 @@ class MetricSums:
             means = dict(zip(TOKEN_METRICS, (value / count if count else None for value in sums), strict=True))
             rollouts = total["rollouts"]
             health = BatchHealth(
-                total["success_share"] / rollouts, total["distilled_share"] / rollouts, truncated_share, length,
-                means["divergence"], means["student_entropy"],
+                total["success_share"] / rollouts, total["hinted_share"] / rollouts,
+                total["distilled_share"] / rollouts, truncated_share, length, means["divergence"],
+                means["student_entropy"],
             )  # fmt: skip
             self.warn(self._health.observe(health))
         return total
@@ -114,9 +119,9 @@ class MetricSums:
         self._rows[mode]["teacher_passed"] += passed
         self._rows[mode]["teacher_answers"] += answers
 
-    def observe_gradient(self, norm: float, divergence: float) -> None:
+    def observe_gradient(self, norm: float, gap_size: float) -> None:
         """See [`HealthMonitor.observe_gradient`]."""
-        self.warn(self._health.observe_gradient(norm, divergence))
+        self.warn(self._health.observe_gradient(norm, gap_size))
 
     def warn(self, messages: list[str]) -> None:
         """Log them, once for all processes."""
@@ -124,11 +129,15 @@ class MetricSums:
             for message in messages:
                 logger.warning(message)
 
-    def flush(self, mode: str) -> dict[str, float]:
+    def flush(self, mode: str, evaluated: str = "eval") -> dict[str, float]:
         """
         The means since the last call; nothing if nothing was trained on or sampled since.
 
         The keys are always the same: while a rollout batch is trained on further, its shares still hold.
+
+        Args:
+            mode (`str`): `"train"` or `"eval"`.
+            evaluated (`str`): Names the evaluation set.
         """
         rows = self._rows[mode]
         if not rows and mode not in self._tokens:
@@ -138,7 +147,7 @@ class MetricSums:
             if rows["teacher_answers"]:
                 success = rows["teacher_passed"] / rows["teacher_answers"]
                 self._shares[mode]["sdpo/teacher_success_share"] = success
-                self.warn(self._health.observe_teacher(success))
+                self.warn(self._health.observe_teacher(success, evaluated))
             rows.clear()
         *totals, count = self._tokens.pop(mode, torch.zeros_like(self._scored)).tolist()
         means = {f"sdpo/{name}": total / max(count, 1.0) for name, total in zip(TOKEN_METRICS, totals, strict=True)}

@@ -53,6 +53,18 @@ def succeeded(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
     return rewards.double() >= threshold - 1e-6 * max(1.0, abs(threshold))
 
 
+def differing_groups(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """
+    Whether each row's group has different rewards, beyond rounding: `(N, F)` -> bool `(N,)`.
+
+    Where all are equal, GRPO's advantages are the rounding of their mean, and their signs mean nothing.
+    """
+    groups = rewards.double().nan_to_num().view(-1, group_size, rewards.size(1))  # (N / G, G, F)
+    spread = groups.amax(dim=1) - groups.amin(dim=1)
+    scale = groups.abs().amax(dim=1).clamp(min=1.0)
+    return (spread > 1e-6 * scale).any(dim=1).repeat_interleave(group_size)
+
+
 def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | None]:
     """The texts of a dataset column, `None` where it or its text is missing."""
     return check_texts([row.get(column) for row in inputs], len(inputs), f"The dataset column `{column}`")
@@ -266,7 +278,7 @@ def route(
         "success_group_share": group_solved.repeat_interleave(group_size)[local].sum().item(),
         "demonstration_share": float(sum(hint is not None and hint.solution is not None for hint in hints)),
         "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
-        "distilled_share": float(sum(hint is not None for hint in hints)),
+        "hinted_share": float(sum(hint is not None for hint in hints)),
         "remembered_share": float(recalled),
         "lone_success_share": float(
             sum(

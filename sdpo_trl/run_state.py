@@ -5,6 +5,7 @@ numbers and texts. Deliberately does not know: models, trainers.
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -41,7 +42,7 @@ class RunningMean:
 
     def step_finished(self) -> None:
         """Called after each optimizer step."""
-        if self._count > 0:
+        if self._count > 0 and math.isfinite(self._total):  # one broken step must not end the mean
             mean = self._total / self._count
             self.value = mean if self.value is None else self._decay * self.value + (1 - self._decay) * mean
         self._total = self._count = 0.0
@@ -58,35 +59,38 @@ class SnapshotGate:
     Opens only if success has risen since the last renewal and the share of truncated answers has not (CGTR).
 
     Both are means over the rollout batches since the last time the gate was asked. The first renewal is compared with
-    the run's first batch.
+    the run's first batch. Taken by the letter: where all answers pass, nothing rises any more, and where none was cut,
+    one that is cut keeps the gate shut.
     """
 
     def __init__(self) -> None:
         self._reference: tuple[float, float] | None = None
-        self._seen: list[tuple[float, float]] = []
+        self._sums = (0.0, 0.0)
+        self._count = 0
 
     def observe(self, success: float, truncated: float) -> None:
         """Note one training batch: the shares of its rollouts that passed and that were cut, in `[0, 1]`."""
-        self._seen.append((success, truncated))
+        self._sums = (self._sums[0] + success, self._sums[1] + truncated)
+        self._count += 1
         self._reference = self._reference or (success, truncated)
 
     def opens(self) -> bool:
         """Whether a due renewal may happen; what was seen since is then what the next one is compared with."""
-        if not self._seen:
+        if not self._count:
             return False
-        success, truncated = (sum(column) / len(self._seen) for column in zip(*self._seen, strict=True))
-        self._seen.clear()
+        success, truncated = (total / self._count for total in self._sums)
+        self._sums, self._count = (0.0, 0.0), 0
         if success <= self._reference[0] or truncated > self._reference[1]:
             return False
         self._reference = (success, truncated)
         return True
 
     def state(self) -> dict[str, Any]:
-        return {"reference": self._reference, "seen": self._seen}
+        return {"reference": self._reference, "sums": self._sums, "count": self._count}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._reference = None if state["reference"] is None else tuple(state["reference"])
-        self._seen = [tuple(pair) for pair in state["seen"]]
+        self._sums, self._count = tuple(state["sums"]), state["count"]
 
 
 def question_key(row: dict[str, Any], prompt: Prompt, column: str | None) -> str:
@@ -146,8 +150,8 @@ class SuccessBuffer:
         while len(self._answers) > self._questions:
             del self._answers[next(iter(self._answers))]
 
-    def offer(self, key: str, step: int) -> str | None:
-        """An answer to the question that is not too old, or `None`."""
+    def offer(self, key: str | None, step: int) -> str | None:
+        """An answer to the question that is not too old, or `None`; also for a question without a name."""
         fresh = [
             text for at, text in self._answers.get(key, []) if self._max_age is None or step - at <= self._max_age
         ]

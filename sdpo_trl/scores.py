@@ -144,6 +144,31 @@ def score_tokens(
     )
 
 
+@torch.no_grad()
+def head_entropy(head: TokenHead, vocab_size: int) -> torch.Tensor:
+    """
+    The entropy of each next-token distribution over the first `vocab_size` items, in nats, chunk by chunk.
+
+    Args:
+        head ([`TokenHead`]): Over hidden states of shape `(n, H)`.
+        vocab_size (`int`): `V' <= V`.
+
+    Returns:
+        `torch.Tensor`: shape `(n,)`, float32 or better.
+    """
+    count = head.hidden.size(0)
+    dtype = torch.promote_types(head.matmul_dtype, torch.float32)
+    chunk = max(chunk_length(count, vocab_size, dtype.itemsize, head.hidden.device), 1)
+    logits = torch.empty(chunk, vocab_size, dtype=dtype, device=head.hidden.device)
+    entropies = [torch.empty(0, dtype=dtype, device=head.hidden.device)]
+    with torch.autocast(head.hidden.device.type, enabled=False):
+        for start in range(0, count, chunk):
+            tokens = slice(start, min(start + chunk, count))
+            part = head.logits_into(tokens, logits[: tokens.stop - start])
+            entropies.append(entropy(safe_log_softmax(part)))
+    return torch.cat(entropies)
+
+
 def reference_scores(
     student: TokenHead, teacher: "TokenHead | MixedHead | None", request: ScoreRequest
 ) -> TokenScores:

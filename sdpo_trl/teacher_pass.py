@@ -6,7 +6,7 @@ Knows: forwards, caches, padding. Deliberately does not know: what the teacher i
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from .batches import vision_inputs
 from .heads import HeadTap, MixedHead, TokenHead
+from .scores import head_entropy
 from .teacher import Teacher, TrustRegionTeacher
 
 logger = logging.getLogger(__name__)
@@ -127,39 +128,62 @@ class TeacherPass:
         accepted = inspect.signature(type(tap.model.base_model).forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
-    def cached(self, output: dict[str, Any], available: torch.Tensor) -> dict[str, torch.Tensor]:
+    def cached(self, output: dict[str, Any], active: torch.Tensor) -> dict[str, torch.Tensor]:
         """
         The hidden states that predict the answers' tokens, `teacher_hidden` of shape `(B, T, H)`, if they can be made
-        now.
+        now; with weights by the teacher's entropy also these, `token_weight` of shape `(B, T)`, of mean 1 over the
+        whole batch.
 
         Args:
             output (`dict`): TRL's batch with the teacher's prompts.
-            available (`torch.Tensor`): bool of shape `(B,)`; other rows stay zero.
+            active (`torch.Tensor`): bool of shape `(B, T)`; rows without an active token stay zero.
         """
         if not self._once or self._trainer._is_vlm:
             return {}
         trainer = self._trainer
         training = trainer.model.training
         size = trainer.args.per_device_train_batch_size if training else trainer.args.per_device_eval_batch_size
-        rows = available.nonzero().squeeze(1)
-        chunks = torch.tensor(-(-rows.numel() // size), device=available.device)
+        rows = active.any(dim=1).nonzero().squeeze(1)
+        chunks = torch.tensor(-(-rows.numel() // size), device=active.device)
         chunks = int(trainer.accelerator.gather(chunks.reshape(1)).max())  # as many forwards on every process
         made: list[torch.Tensor] = []
+        weighs = trainer.args.token_weighting == "teacher_entropy"
+        entropies: list[torch.Tensor] = []
         for index in range(chunks):
             chosen = rows[index * size : (index + 1) * size]
             filled = chosen if chosen.numel() else rows.new_zeros(1)
             head = self._teacher.head(lambda model, filled=filled: self._tap.head(self._hidden(model, output, filled)))
             made.append(head.hidden[: chosen.numel()])
+            if weighs:
+                entropies.append(self._entropies(head, active[chosen]))
         if not chunks:
             return {}
         states = torch.cat(made)
-        hidden = states.new_zeros(available.numel(), *states.shape[1:])
+        hidden = states.new_zeros(active.size(0), *states.shape[1:])
         hidden[rows] = states
-        version = torch.tensor(self._teacher.version)
-        return {
+        cached = {
             "teacher_hidden": hidden if hidden.nbytes <= _DEVICE_BYTES else hidden.cpu(),
-            "teacher_version": version,
+            "teacher_version": torch.tensor(self._teacher.version),
         }
+        if weighs:
+            cached["token_weight"] = self._weights(torch.cat(entropies), active)
+        return cached
+
+    def _entropies(self, head: TokenHead, active: torch.Tensor) -> torch.Tensor:
+        """Of the active tokens of the first rows of a head, over the items that the student has too."""
+        shared = min(head.vocab_size, self._trainer._tap.model.get_output_embeddings().weight.size(0))
+        return head_entropy(replace(head, hidden=head.hidden[: active.size(0)][active]), shared)
+
+    def _weights(self, entropies: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """`exp(-b H)` at the active tokens, brought to mean 1 over all processes."""
+        accelerator, beta = self._trainer.accelerator, self._trainer.args.token_weighting_beta
+        entropies = entropies.double()
+        lowest = entropies.min() if entropies.numel() else entropies.new_full((), torch.inf)
+        lowest = accelerator.gather(lowest.reshape(1)).min()
+        weights = torch.exp(-beta * (entropies - lowest))
+        sums = accelerator.reduce(torch.stack([weights.sum(), weights.new_tensor(weights.numel())]), reduction="sum")
+        weights = weights * (sums[1] / sums[0].clamp(min=1e-300))
+        return torch.zeros(active.shape, device=active.device).masked_scatter(active, weights.float())
 
     def head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
         """

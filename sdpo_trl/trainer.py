@@ -126,7 +126,7 @@ class SDPOTrainer(LossTrainer):
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
             self._stores["initial_policy"] = WeightStore(self.model)
         if teacher_model is None:
-            gate = self._gate.opens if args.teacher_snapshot_gate else None
+            gate = None if self._gate is None else self._gate.opens
             self._teacher = build_teacher(self.model, args, self._stores, gate)
         else:
             self._teacher, teacher_tap = self._external_teacher(teacher_model)
@@ -138,9 +138,7 @@ class SDPOTrainer(LossTrainer):
         self._prompt_builder = TeacherPromptBuilder(self)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
-        self._sums = MetricSums(
-            self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
-        )
+        self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (
             teacher_model is not None or self.use_vllm or self.tools or self.environment_factories is not None
@@ -150,16 +148,39 @@ class SDPOTrainer(LossTrainer):
     def _set_up_memory(self) -> None:
         """What the run remembers from step to step, and keeps in its checkpoints."""
         args = self.args
+        self._health = HealthMonitor(
+            args.diagnostics_warning_interval, args.diagnostics_flat_tolerance, args.has_policy_term
+        )
         self._gap_size = RunningMean()
-        self._gate = SnapshotGate()
+        self._remembers = {"health": self._health}
+        if args.distillation_log_ratio_clip_running is not None:
+            self._remembers["gap_size"] = self._gap_size
+        self._gate = SnapshotGate() if args.teacher_snapshot_gate else None
+        if self._gate is not None:
+            self._remembers["snapshot_gate"] = self._gate
         self._buffer = None
-        self._remembers = {"gap_size": self._gap_size, "snapshot_gate": self._gate}
         if args.success_buffer_size > 0:
+            self._check_buffer_key()
             self._buffer = SuccessBuffer(
                 args.success_buffer_size, args.success_buffer_questions, args.success_buffer_max_age,
                 args.demonstration_choice, args.seed,
             )  # fmt: skip
             self._remembers["success_buffer"] = self._buffer
+
+    def _check_buffer_key(self) -> None:
+        """A question must have a name that tells it from the others."""
+        key = self.args.success_buffer_key
+        columns = set(getattr(self.train_dataset, "column_names", None) or ())
+        if key is not None and columns and key not in columns:
+            raise ValueError(
+                f"`success_buffer_key={key!r}` is not a column of the training set. Its columns: {sorted(columns)}."
+            )
+        unnamed = "its images" if columns & {"image", "images"} else "its environment's observation"
+        if key is None and (columns & {"image", "images"} or self.environment_factories is not None):
+            raise ValueError(
+                f"The success buffer knows a question by its prompt, which lacks {unnamed}, so another question's "
+                "answer could be shown. Name questions by a dataset column: `success_buffer_key='id'`."
+            )
 
     def _make_tap(self, model: PreTrainedModel) -> HeadTap:
         return HeadTap(
@@ -183,13 +204,14 @@ class SDPOTrainer(LossTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._distills:
-            means = self._sums.flush(self._mode)
+            evaluated = next((name for name in logs if name.endswith("_runtime")), "eval")
+            means = self._sums.flush(self._mode, evaluated)
             if means and self._mode == "train":
-                means["sdpo/distillation_weight"] = self._weight()
+                means["sdpo/distillation_weight"] = self._used_weight
                 if self._teacher.store is not None:
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
-                if "grad_norm" in logs:
-                    self._sums.observe_gradient(logs["grad_norm"], means["sdpo/divergence"])
+                if "grad_norm" in logs and self._used_weight > 0 and not self._scales_advantages:
+                    self._sums.observe_gradient(logs["grad_norm"], means["sdpo/gap_size"])
             self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         super().log(logs, start_time)
 

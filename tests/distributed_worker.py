@@ -37,6 +37,9 @@ GRADIENT_CASES = {
     "plain": {},
     "blend": {"distillation_weight": 0.5, "beta": 0.2, "loss_type": "grpo"},
     "topk": {"distillation_mode": "topk_logits", "distillation_topk": 5, "distillation_alpha": 0.0},
+    "routed": {"distillation_weight": 0.5, "distillation_routing": "failed", "loss_type": "grpo"},
+    "weighed": {"token_weighting": "teacher_entropy", "prompt_weighting": "difficulty"},
+    "gated": {"distillation_routing": "positive_advantage", "distillation_weight": 0.5},
 }
 
 

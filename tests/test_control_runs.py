@@ -5,6 +5,9 @@ import math
 import pytest
 import tiny
 import torch
+from test_sources import tool_tokenizer
+
+from sdpo_trl.metrics import TOKEN_METRICS
 
 ANSWERS = ["ok$", "no$", "okk$", "bad$", "ab$", "c$", "dd$", "xx$"]
 EVERYTHING = {
@@ -85,8 +88,7 @@ def test_the_weight_follows_its_schedule_and_a_resume(tmp_path):
     whole = make(tmp_path / "a", save_strategy="steps", save_steps=2, **options)
     whole.train()
     weights = [row["sdpo/distillation_weight"] for row in tiny.training_logs(whole)]
-    # Logged after the step, so it is the weight of the next one.
-    assert weights == pytest.approx([0.6, 0.4, 0.2, 0.0])
+    assert weights == pytest.approx([0.8, 0.6, 0.4, 0.2])
     resumed = make(tmp_path / "b", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
     tiny.assert_equal(tiny.trained(resumed.model), tiny.trained(whole.model))
@@ -124,8 +126,8 @@ def test_the_gain_brings_small_corrections_to_their_target(tmp_path):
     )
     inputs = batch(plain)
     loss, grad = tiny.gradient(plain, inputs)
-    size = plain._sums._tokens["train"]
-    mean = (size[5] / size[-1]).item()  # mean |gap|
+    sums = dict(zip((*TOKEN_METRICS, "count"), plain._sums._tokens["train"].tolist(), strict=True))
+    mean = sums["gap_size"] / sums["count"]
     assert 0 < mean < 3.0
     gain = min(3.0 / mean, 10.0)
     for trainer, factor in ((scaled, gain), (bounded, 10.0)):
@@ -160,9 +162,18 @@ def test_advantages_keep_their_sign_and_take_their_size_from_the_teacher(tmp_pat
 
 @pytest.mark.parametrize("loss_type", ["cispo", "sapo", "vespo", "luspo", "grpo"])
 def test_every_loss_type_takes_advantages_per_token(tmp_path, loss_type):
-    trainer = make(tmp_path, distillation_signal="advantage_magnitude", loss_type=loss_type, max_steps=1)
-    trainer.train()
-    assert all(math.isfinite(row["loss"]) for row in tiny.training_logs(trainer))
+    options = {"loss_type": loss_type, "max_completion_length": 8}
+    trainer = make(tmp_path, distillation_signal="advantage_magnitude", **options)
+    inputs = batch(trainer)
+    scaled, scale = [], trainer._scaled_advantages
+    trainer._scaled_advantages = lambda *args: (scaled.append(scale(*args)), scaled[-1])[1]
+    value, grad = tiny.gradient(trainer, inputs)
+    grpo = make(tmp_path, distillation_weight=0.0, **options)
+    expected, expected_grad = tiny.gradient(grpo, {**inputs, "advantages": scaled[0]})
+    assert value == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    tiny.assert_near(grad, expected_grad)
+    plain, _ = tiny.gradient(grpo, inputs)
+    assert plain != pytest.approx(expected, rel=1e-3)
 
 
 def test_the_running_clip_follows_the_gap(tmp_path):
@@ -217,7 +228,8 @@ def test_a_run_with_everything_on_resumes_bit_for_bit(tmp_path):
     tiny.assert_equal(tiny.trained(resumed.model), tiny.trained(whole.model))
     tiny.assert_equal(resumed._stores["teacher"]._values, whole._stores["teacher"]._values)
     for name, part in whole._remembers.items():
-        assert resumed._remembers[name].state() == part.state(), name
+        # What was scored since the last batch is a log, and logs start anew.
+        assert name == "health" or resumed._remembers[name].state() == part.state(), name
     assert whole._buffer.state()["answers"] and whole._gap_size.value
 
 
@@ -301,3 +313,161 @@ def test_single_stale_rollouts_are_kept_within_both_bounds(tmp_path):
     logs = tiny.training_logs(trainer)
     assert logs[0]["sdpo/ratio_clipped_share"] == 0.0 and logs[-1]["sdpo/ratio_clipped_share"] > 0.0
     assert all(row["sdpo/distilled_share"] == 1.0 for row in logs)
+
+
+def test_a_stale_token_counts_at_least_the_lower_bound(tmp_path):
+    options = {"distillation_is_clip": None, "num_iterations": 2}
+    inputs = batch(make(tmp_path, **options))
+    stale = {**inputs, "old_per_token_logps": inputs["old_per_token_logps"] + 2.0}  # each ratio is exp(-2)
+    low, floored = (make(tmp_path, distillation_is_clip_low=bound, **options) for bound in (None, 0.5))
+    (loss, grad), (kept, kept_grad) = (tiny.gradient(trainer, stale) for trainer in (low, floored))
+    assert kept == pytest.approx(0.5 * math.exp(2) * loss, rel=1e-4)
+    tiny.assert_near(kept_grad, {name: 0.5 * math.exp(2) * g for name, g in grad.items()})
+
+
+def test_a_hopelessly_stale_token_outside_the_policy_term_breaks_nothing(tmp_path):
+    for options in (
+        {"distillation_routing": "failed", "distillation_weight": 0.5},
+        {"distillation_weight_schedule": "linear"},  # the policy term has weight 0 at the first step
+    ):
+        trainer = make(tmp_path, num_iterations=2, **options)
+        inputs = batch(trainer)
+        trainer.state.max_steps = 4
+        old = inputs["old_per_token_logps"].clone()
+        outside = ~inputs["in_policy_term"] if "in_policy_term" in inputs else torch.ones(8, dtype=torch.bool)
+        old[outside] = -120.0
+        value, grad = tiny.gradient(trainer, {**inputs, "old_per_token_logps": old})
+        assert math.isfinite(value) and all(g.isfinite().all() for g in grad.values())
+
+
+def test_equal_rewards_are_no_positive_advantage(tmp_path):
+    trainer = make(
+        tmp_path, reward=lambda completions, **kwargs: [0.3] * len(completions), num_generations=8,
+        distillation_routing="positive_advantage", success_reward_threshold=0.0,
+    )  # fmt: skip
+    inputs = batch(trainer)
+    assert inputs["advantages"].max() > 0  # the rounding of their mean
+    assert not inputs["feedback_available"].any()
+
+
+def test_what_difficulty_leaves_out_goes_to_the_policy_term(tmp_path):
+    def partial(completions, log_extra, **kwargs):
+        log_extra("feedback", ["no"] * len(completions))
+        return [0.1 * len(text) for text in completions]
+
+    trainer = make(tmp_path, reward=partial, distillation_routing="failed", prompt_weighting="difficulty",
+                   distillation_weight=0.5)  # fmt: skip
+    inputs = batch(trainer)
+    assert not inputs["feedback_available"].any() and inputs["in_policy_term"].all()
+    _, grad = tiny.gradient(trainer, inputs)
+    assert any(g.abs().max() > 0 for g in grad.values())
+
+
+def test_a_masked_answer_does_not_weaken_the_policy_term(tmp_path):
+    """TRL divides by all rows; the term is over its own rows that have tokens."""
+    options = {"distillation_routing": "failed", "distillation_weight": 0.5, "loss_type": "grpo",
+               "mask_truncated_completions": True, "reward": graded}  # fmt: skip
+    answers = ["ok$", "no$", "okk$", "badbadbad", "ab$", "c$", "dd$", "xxxxxxxxx"]
+    trainer = make(tmp_path, answers=answers, **options)
+    inputs = batch(trainer)
+    assert int(inputs["policy_rows"]) == 2 and int(inputs["all_rows"]) == 8
+
+
+@pytest.mark.parametrize("name", ["teacher_entropy", "position", "gap_gate"])
+def test_token_weights_do_not_depend_on_how_the_batch_is_split(tmp_path, name):
+    grads = []
+    for size, accumulation in ((8, 1), (4, 2), (2, 4)):
+        seen = tiny.FirstGradient()
+        trainer = make(
+            tmp_path, token_weighting=name, token_weighting_beta=2.0, per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation, generation_batch_size=8, max_steps=1, max_grad_norm=0.0,
+            trainer_callbacks=[seen], data=tiny.prompts(2), shuffle_dataset=False,
+            answers=[ANSWERS[i] for i in range(8)],
+        )  # fmt: skip
+        trainer.train()
+        grads.append(seen.value)
+    tiny.assert_near(grads[1], grads[0], rtol=1e-4)
+    tiny.assert_near(grads[2], grads[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["ema", "trust_region"])
+def test_weights_by_the_teachers_entropy_have_mean_one(tmp_path, kind):
+    """With the rows where the teacher rests; in the loop where it does not."""
+    trainer = make(tmp_path, token_weighting="teacher_entropy", token_weighting_beta=1.5, teacher_model_kind=kind)
+    inputs = batch(trainer)
+    active = tiny.scored(inputs)
+    head = tiny.teacher_head(trainer, inputs)
+    log_probs = head.logits(head.vocab_size).double().log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    expected = torch.exp(-1.5 * entropy)
+    expected /= expected.mean()
+    assert ("token_weight" in inputs) == (kind == "ema")
+    if kind == "ema":
+        torch.testing.assert_close(inputs["token_weight"][active].double(), expected, rtol=1e-4, atol=1e-5)
+        assert not inputs["token_weight"][~active].any()
+        trainer._teacher.version += 1  # the teacher has moved: the loop weighs by what it scores
+    loss, _ = tiny.gradient(trainer, inputs)
+    plain = make(tmp_path, teacher_model_kind=kind)
+    weighted = {
+        **inputs,
+        "importance_sampling_ratio": torch.zeros(active.shape).masked_scatter(active, expected.float()),
+    }
+    weighted.pop("token_weight", None)
+    assert loss == pytest.approx(tiny.gradient(plain, weighted)[0], rel=1e-4)
+
+
+# The buffer's questions
+
+
+def test_an_evaluation_neither_feeds_the_buffer_nor_needs_its_column(tmp_path):
+    trainer = make(tmp_path, reward=tiny.always, success_buffer_size=2, success_buffer_key="id",
+                   data=tiny.prompts(4, id=["a", "b", "c", "d"]), max_steps=1)  # fmt: skip
+    trainer.evaluate(tiny.prompts(2))
+    trainer.evaluate(tiny.prompts(2, id=["a", "b"]))
+    assert trainer._buffer.state()["answers"] == {}
+    trainer.train()
+    assert trainer._buffer.state()["answers"]
+
+
+def test_a_question_without_a_name_of_its_own_is_refused(tmp_path):
+    class Room:
+        def reset(self, **kwargs):
+            return "You see a door."
+
+        def open(self) -> str:
+            """Opens the door."""
+            return "open"
+
+    with pytest.raises(ValueError, match=r"`success_buffer_key='id'` is not a column of the training set.*prompt"):
+        make(tmp_path, success_buffer_size=2, success_buffer_key="id")
+    with pytest.raises(ValueError, match="lacks its environment's observation"):
+        make(tmp_path, answers=None, success_buffer_size=2, trainer_environment_factory=Room,
+             data=tiny.prompts(chat=True), trainer_processing_class=tool_tokenizer())  # fmt: skip
+    with pytest.raises(ValueError, match="lacks its images"):
+        make(tmp_path, success_buffer_size=2, data=tiny.prompts(4, image=["a", "b", "c", "d"]))
+
+
+def test_gates_that_compare_answers_are_open_where_there_is_one(tmp_path):
+    for options in ({"distillation_routing": "positive_advantage"}, {"prompt_weighting": "difficulty"}):
+        trainer = make(tmp_path, answers=None, reward=tiny.telling(), num_generations_eval=1, **options)
+        assert trainer.evaluate(tiny.prompts(2))["eval_sdpo/distilled_share"] == 1.0
+
+
+def test_a_reward_that_draws_numbers_does_not_disturb_training(tmp_path):
+    import random
+
+    import numpy
+
+    def drawing(completions, log_extra, **kwargs):
+        log_extra("feedback", ["longer"] * len(completions))
+        return [random.random() + numpy.random.rand() for _ in completions]
+
+    runs = []
+    for asked in (True, False):
+        random.seed(0)
+        trainer = make(tmp_path, answers=None, reward=drawing, evaluate_teacher=asked, eval_strategy="steps",
+                       eval_steps=1, trainer_eval_dataset=tiny.prompts(2), max_steps=2,
+                       distillation_weight=0.5)  # fmt: skip
+        trainer.train()
+        runs.append(tiny.trained(trainer.model))
+    tiny.assert_equal(*runs)

@@ -23,7 +23,7 @@ from sdpo_trl.loss import (
     policy_factor,
     position_weights,
 )
-from sdpo_trl.rollouts import _select_in_order, demonstration_order
+from sdpo_trl.rollouts import _select_in_order, demonstration_order, differing_groups
 from sdpo_trl.run_state import RunningMean, SnapshotGate, SuccessBuffer, question_key
 
 STUDENT = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
@@ -171,16 +171,20 @@ def test_the_policy_term_is_normalised_over_its_own_rows(loss_type):
 
     def theirs(values, mask):  # as TRL aggregates one whole batch
         if loss_type in ("grpo", "sapo"):
-            return ((values * mask).sum(-1) / mask.sum(-1)).mean()
+            return ((values * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
         if loss_type == "dr_grpo":
             return (values * mask).sum() / (len(values) * 4)
         if loss_type == "luspo":
             return (values * mask).sum(-1).mean()
         return (values * mask).sum() / mask.sum()
 
-    counts = torch.tensor([mask[rows].sum(), 2, mask.sum(), 4])
-    factor = policy_factor(rows, mask, loss_type, counts).double()
-    assert theirs(values * factor[:, None], mask).item() == pytest.approx(theirs(values[rows], mask[rows]).item())
+    cut = torch.tensor([True, True, False, True])[:, None] & mask  # as `mask_truncated_completions` leaves a row
+    for part in (mask, cut):
+        own = rows & part.any(dim=1)
+        counts = torch.tensor([part[own].sum(), own.sum(), part.sum(), 4])
+        factor = policy_factor(rows, part, loss_type, counts).double()
+        expected = theirs(values[own], part[own]).item()
+        assert theirs(values * factor[:, None], part).item() == pytest.approx(expected)
     nothing = policy_factor(torch.zeros(4, dtype=torch.bool), mask, loss_type, torch.tensor([0, 0, 10, 4]))
     assert nothing.tolist() == [0.0] * 4
 
@@ -236,6 +240,8 @@ def test_the_running_mean_moves_at_steps_alone():
     mean.add(4.0, 1.0)
     mean.step_finished()
     mean.step_finished()  # a step that scored nothing
+    mean.add(math.inf, 1.0)
+    mean.step_finished()  # a step that broke
     assert mean.value == 3.0 and again(mean, 0.5).value == 3.0
 
 
@@ -291,6 +297,13 @@ def test_what_names_a_question():
 # Which demonstration
 
 
+def test_groups_whose_rewards_are_equal_up_to_rounding():
+    rewards = torch.tensor([[0.3], [0.1 + 0.2], [0.3], [0.3001], [0.0], [0.0]], dtype=torch.float64)
+    assert differing_groups(rewards, 2).tolist() == [False, False, True, True, False, False]
+    assert differing_groups(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), 2).tolist() == [True, True]  # equal sums
+    assert differing_groups(torch.tensor([[torch.nan], [torch.nan]]), 2).tolist() == [False, False]
+
+
 def test_the_order_of_demonstrations():
     texts = ["long one", None, "b", "ab", "c"]
     questions = torch.zeros(5, dtype=torch.long)
@@ -323,15 +336,16 @@ def test_the_order_of_demonstrations():
 
 
 def healthy(**changes):
-    values = {"success_share": 0.5, "distilled_share": 0.5, "truncated_share": 0.0, "length": 10.0,
-              "divergence": 0.2, "entropy": 1.0}  # fmt: skip
+    values = {"success_share": 0.4, "hinted_share": 0.5, "distilled_share": 0.5, "truncated_share": 0.0,
+              "length": 10.0, "divergence": 0.2, "entropy": 1.0}  # fmt: skip
     return BatchHealth(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"success_share": 0.0, "distilled_share": 0.0}, "no rollout succeeded or had feedback"),
+        ({"success_share": 0.0, "hinted_share": 0.0, "distilled_share": 0.0}, "no rollout succeeded or had feedback"),
+        ({"distilled_share": 0.0}, "no rollout was distilled and there is no policy term"),
         ({"truncated_share": 0.96}, "nearly all answers were cut"),
         ({"divergence": 0.0}, "exactly as the student does"),
         ({"divergence": 2.0}, "drifting apart"),
@@ -343,16 +357,40 @@ def healthy(**changes):
 def test_a_warning_comes_once_and_then_every_so_often(changes, words):
     monitor = HealthMonitor(3, 1e-8)
     assert not any(monitor.observe(healthy()) for _ in range(9))
-    warned = [[words in message for message in monitor.observe(healthy(**changes))] for _ in range(6)]
-    assert warned == [[], [], [True], [], [], [True]]
-    assert "SDPO: for 6 rollout batches in a row" not in str(monitor.observe(healthy()))
+    warned = [[words in message for message in monitor.observe(healthy(**changes))] for _ in range(2)]
+    monitor = again(monitor, 3, 1e-8)  # a resumed run knows what was usual, and how long it has gone on
+    warned += [[words in message for message in monitor.observe(healthy(**changes))] for _ in range(1)]
+    assert warned == [[], [], [True]]
+    assert monitor.observe(healthy()) == []
     monitor = HealthMonitor(0, 1e-8)
     assert not any(monitor.observe(healthy(**changes)) for _ in range(9))
 
 
-def test_a_group_of_successes_alone_is_no_lack_of_feedback():
-    monitor = HealthMonitor(1, 1e-8)
-    assert monitor.observe(healthy(success_share=1.0, distilled_share=0.0, divergence=None, entropy=None)) == []
+def test_what_lasts_is_said_again_and_again():
+    monitor = HealthMonitor(3, 1e-8)
+    lasting = [bool(monitor.observe(healthy(truncated_share=1.0))) for _ in range(9)]
+    assert lasting == [False, False, True] * 3
+
+
+def test_a_policy_term_makes_idle_rollouts_harmless():
+    idle = healthy(success_share=1.0, hinted_share=0.0, distilled_share=0.0, divergence=None, entropy=None)
+    assert HealthMonitor(1, 1e-8, has_policy_term=True).observe(idle) == []
+    assert "no rollout was distilled" in HealthMonitor(1, 1e-8).observe(idle)[0]
+
+
+def test_a_slow_collapse_of_the_entropy_is_seen_and_a_success_is_none():
+    def warned(success):
+        monitor = HealthMonitor(10, 1e-8)
+        said = [monitor.observe(healthy(entropy=0.99**i, success_share=success)) for i in range(600)]
+        return sum("all alike" in message for messages in said for message in messages)
+
+    assert warned(0.2) > 0 and warned(0.9) == 0
+
+
+def test_answers_that_settled_at_a_shorter_length_are_not_complained_about_for_ever():
+    monitor = HealthMonitor(10, 1e-8)
+    said = [monitor.observe(healthy(length=10.0 if i < 30 else 4.5)) for i in range(400)]
+    assert sum(len(messages) for messages in said) == 1
 
 
 def test_a_dead_gradient_and_a_falling_teacher():
@@ -361,7 +399,9 @@ def test_a_dead_gradient_and_a_falling_teacher():
     assert monitor.observe_gradient(0.0, 0.0) == [] and monitor.observe_gradient(1.0, 0.3) == []
     assert monitor.observe_teacher(0.6) == [] and monitor.observe_teacher(0.9) == []
     assert monitor.observe_teacher(0.8) == []
+    assert monitor.observe_teacher(0.3, "eval_other_runtime") == []  # another set has its own best
     (message,) = monitor.observe_teacher(0.5)
+    assert monitor.observe_teacher(0.5) == [] and len(monitor.observe_teacher(0.5)) == 1  # every second one
     assert "50%" in message and "90%" in message and "teacher_model_kind='base'" in message
 
 
@@ -386,8 +426,13 @@ MAGNITUDE = {"distillation_signal": "advantage_magnitude"}
         ({"distillation_log_ratio_clip": 0.0}, "must be positive, got 0.0"),
         ({"distillation_log_ratio_clip": True}, "must be positive, got True"),
         ({"distillation_log_ratio_clip_running": -1.0}, "must be positive"),
-        ({"distillation_is_clip_low": 2.0}, "must be below `distillation_is_clip=2.0`"),
-        ({"distillation_is_clip_low": -0.1}, "must not be negative"),
+        ({"distillation_is_clip_low": -0.1}, r"must be in \[0, 1\]"),
+        ({"distillation_is_clip_low": 1.5, "distillation_is_clip": None}, r"must be in \[0, 1\]"),
+        ({"distillation_is_clip_low": 0.9, "distillation_is_clip": 0.9}, "must be below `distillation_is_clip=0.9`"),
+        ({"distillation_weight_schedule": "linear", "distillation_weight_end": 1.0}, "goes nowhere"),
+        ({"token_weighting": "teacher_entropy", "token_weighting_beta": 8.0}, "too much for 'teacher_entropy'"),
+        ({"num_generations": 1, "demonstration_choice": "random"}, "`num_generations=1` has one"),
+        ({"distillation_mode": "topk_logits", "distillation_topk": 5, **MAGNITUDE}, "distillation_signal='loss'"),
         ({"token_weighting": "entropy"}, "must be one of none, teacher_entropy, position, gap_gate"),
         ({"token_weighting_beta": 2.0}, "no effect.*token_weighting"),
         ({"token_weighting_beta": -1.0, "token_weighting": "position"}, "must not be negative"),

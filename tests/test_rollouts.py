@@ -337,7 +337,7 @@ def test_groups_that_all_pass_or_all_fail(outcome, group_size):
     told = outcome and group_size > 1
     assert [hint is not None for hint in routing.hints] == [told] * 4
     assert all(math.isfinite(value) for value in routing.stats.values())
-    assert routing.stats["distilled_share"] == (4.0 if told else 0.0)
+    assert routing.stats["hinted_share"] == (4.0 if told else 0.0)
     assert routing.stats["lone_success_share"] == (4.0 if outcome and not told else 0.0)
 
 
@@ -350,7 +350,7 @@ def test_stats_are_counts():
         "success_group_share": 2.0,
         "demonstration_share": 2.0,  # the failure beside the success, and the worked solution
         "feedback_share": 3.0,
-        "distilled_share": 4.0,
+        "hinted_share": 4.0,
         "remembered_share": 0.0,
         "lone_success_share": 1.0,
     }
@@ -401,5 +401,5 @@ def test_route_equals_the_naive_rule_on_every_process(processes):
         assert total["success_share"] == sum(success)
         assert total["success_group_share"] == sum(groups) * group_size
         assert total["demonstration_share"] == sum(hint is not None and hint.solution is not None for hint in expected)
-        assert total["distilled_share"] == sum(hint is not None for hint in expected)
+        assert total["hinted_share"] == sum(hint is not None for hint in expected)
         assert total["feedback_share"] == sum(text is not None for text in batch.feedback)
