@@ -66,11 +66,14 @@ def divergence(student_log_probs: torch.Tensor, teacher_log_probs: torch.Tensor,
     return (1 - alpha) * kl(student_log_probs, mixture) + alpha * kl(teacher_log_probs, mixture)
 
 
-def _add_tail(log_probs: torch.Tensor) -> torch.Tensor:
-    """Append one item that holds the rest of the mass: `(..., K)` -> `(..., K + 1)`, summing to 1."""
-    # The cap keeps log(1 - mass) finite where the K items hold everything up to rounding.
-    mass = torch.logsumexp(log_probs, dim=-1, keepdim=True).clamp(max=-1e-7)
-    return torch.cat([log_probs, torch.log(-torch.expm1(mass))], dim=-1)
+def _rest(log_probs: torch.Tensor, support: torch.Tensor) -> torch.Tensor:
+    """
+    The log-mass of all items outside of the support: `(n, V)`, `(n, K)` -> `(n, 1)`.
+
+    Summed over those items, not as one minus the support's mass, which float32 cannot tell from zero where the support
+    holds nearly everything, as it does at most tokens of a trained model.
+    """
+    return log_probs.scatter(-1, support, IMPOSSIBLE).logsumexp(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,26 @@ def bounded_teacher(student: torch.Tensor, teacher: torch.Tensor, spec: Divergen
     return teacher
 
 
-def coarse_divergence(student: torch.Tensor, teacher: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+def coarse_divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    spec: DivergenceSpec,
+    rests: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
     """
     The divergence over a support of `K` items with a tail item, or renormalised: `(n, K)`, `(n, K)` -> `(n,)`.
 
     Args:
         student (`torch.Tensor`): Log-probabilities under the full distribution, shape `(n, K)`.
         teacher (`torch.Tensor`): The teacher's, at the same items.
-        spec ([`DivergenceSpec`]): `alpha`, `add_tail` and the teacher's bounds.
+        spec ([`DivergenceSpec`]): `alpha` and the teacher's bounds.
+        rests (`tuple`, *optional*): Log-masses of the student's and the teacher's other items, `(n, 1)` each, as one
+            more item; `None` renormalises.
     """
-    complete = _add_tail if spec.add_tail else safe_log_softmax
-    student, teacher = complete(student), complete(teacher)
+    if rests is None:
+        student, teacher = safe_log_softmax(student), safe_log_softmax(teacher)
+    else:
+        student, teacher = (torch.cat(parts, dim=-1) for parts in zip((student, teacher), rests, strict=True))
     return divergence(student, bounded_teacher(student, teacher, spec), spec.alpha)
 
 
@@ -155,7 +167,9 @@ def token_divergence(
         return (student - bounded_teacher(student, teacher, spec)).detach() * student
     if spec.mode == "topk_logits" and spec.topk < student_log_probs.size(-1):
         support = student_log_probs.detach().topk(spec.topk, dim=-1).indices  # (n, K)
-        return coarse_divergence(student_log_probs.gather(-1, support), teacher_log_probs.gather(-1, support), spec)
+        both = (student_log_probs, teacher_log_probs)
+        rests = tuple(_rest(log_probs, support) for log_probs in both) if spec.add_tail else None
+        return coarse_divergence(*(log_probs.gather(-1, support) for log_probs in both), spec, rests)
     return divergence(student_log_probs, bounded_teacher(student_log_probs, teacher_log_probs, spec), spec.alpha)
 
 

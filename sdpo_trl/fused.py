@@ -174,14 +174,25 @@ def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:
     return 1 - spec.alpha if mixes and 0.0 < spec.alpha < 1.0 else 1.0
 
 
-def _coarse_divergence_(s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, spec: DivergenceSpec) -> torch.Tensor:
+def _coarse_divergence_(
+    s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, q: torch.Tensor, spec: DivergenceSpec
+) -> torch.Tensor:
     """As `_full_divergence_`, over the student's top-k; the small part is differentiated by autograd."""
     support = s.topk(spec.topk, dim=-1).indices  # (r, K)
+    own = p.gather(-1, support)
+    masses = [x.scatter_(-1, support, 0.0).sum(-1, keepdim=True) for x in (p, q)]  # of all other items, (r, 1)
     with torch.enable_grad():
         picked = s.gather(-1, support).requires_grad_()
-        value = coarse_divergence(picked, t.gather(-1, support), spec)
-        (slope,) = torch.autograd.grad(value.sum(), picked)  # with respect to the K log-probabilities
-    torch.mul(p, -slope.sum(-1, keepdim=True), out=s).scatter_add_(-1, support, slope)
+        rests = [torch.where(mass > 0, mass.log(), IMPOSSIBLE).requires_grad_() for mass in masses]
+        tail = (rests[0], rests[1].detach()) if spec.add_tail else None
+        value = coarse_divergence(picked, t.gather(-1, support), spec, tail)
+        slope, rest_slope = torch.autograd.grad(value.sum(), (picked, rests[0]), allow_unused=True)
+    total = slope.sum(-1, keepdim=True)
+    factor = -total
+    if rest_slope is not None:
+        total = total + rest_slope
+        factor = torch.where(masses[0] > 0, rest_slope / masses[0], 0.0) - total
+    torch.mul(p, factor, out=s).scatter_(-1, support, slope - own * total)
     return value.detach().unsqueeze(-1)
 
 
@@ -222,7 +233,7 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
         value = gap * own
         torch.mul(p, -gap, out=s).scatter_add_(-1, ids, gap)
     elif spec.mode == "topk_logits" and spec.topk < shared:
-        value = _coarse_divergence_(s, t, p, spec)
+        value = _coarse_divergence_(s, t, p, q, spec)
     else:
         m = buffers.m[:size, :shared]
         if spec.bounds_teacher:
