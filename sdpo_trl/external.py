@@ -4,12 +4,17 @@ Knows: loading, preparing and checking it. Deliberately does not know: prompts, 
 """
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from accelerate.utils import is_peft_model
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
+
+from .shards import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +33,21 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
                 f"The teacher's tokenizer maps {token!r} to {theirs.get(token)}, the student's to {index}. A teacher "
                 "scores the student's own token ids, so both need one mapping: choose a teacher of the same family."
             )
+
+
+@contextmanager
+def _loaded_everywhere() -> Iterator[None]:
+    """FSDP may load a model on one process and send it to the others when it wraps the student, never a teacher."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    previous = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = previous
 
 
 def load_external_teacher(
@@ -50,7 +70,10 @@ def load_external_teacher(
     """
     if isinstance(teacher, str):
         name = teacher
-        teacher = create_model_from_path(teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})})
+        with _loaded_everywhere():
+            teacher = create_model_from_path(
+                teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+            )
     elif is_peft_model(teacher):
         raise ValueError("`teacher_model` is a `PeftModel`. Pass `teacher_model.merge_and_unload()`.")
     elif init_kwargs:
@@ -69,7 +92,7 @@ def load_external_teacher(
             "that its token ids mean the same as the student's."
         )
     needed = max(tokenizer.get_vocab().values()) + 1
-    size = teacher.get_output_embeddings().weight.size(0)
+    size = whole_shape(teacher.get_output_embeddings().weight)[0]
     if size < needed:
         raise ValueError(
             f"The teacher's head has {size} items, but the student's tokenizer has ids up to {needed - 1}. Choose a "

@@ -33,9 +33,9 @@ class FilesTrainer(GRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._distills and self.args.should_save:
+        if self._distills:
             for name, store in self._stores.items():
-                store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
+                store.save(Path(output_dir) / f"sdpo_{name}.safetensors", writes=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

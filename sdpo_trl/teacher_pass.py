@@ -181,8 +181,10 @@ class TeacherPass:
         def run(model: torch.nn.Module) -> TokenHead:
             with self._trainer.accelerator.autocast():
                 if cached is not None:
-                    return self._tap.head(cached[active.to(cached.device)].to(active.device))
-                return self._tap.head(self._hidden(model, inputs, rows)[active[rows]])
+                    hidden = cached[active.to(cached.device)].to(active.device)
+                else:
+                    hidden = self._hidden(model, inputs, rows)[active[rows]]
+                return self._tap.resting_head(hidden, model)
 
         return self._teacher.head(run)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
 from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
 from .scores import ScoreRequest, TokenScores, score_tokens
+from .shards import check_sharding, shards_parameters, whole_shape
 from .teacher import Teacher, WeightStore, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
@@ -56,6 +58,7 @@ class SDPOTrainer(FeedbackTrainer):
 
     Raises:
         `TypeError`, `ValueError`: options that contradict each other, or a model with nothing to train.
+        `NotImplementedError`: FSDP1, or forms of ZeRO-3 whose weights a teacher's could not replace.
     """
 
     _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
@@ -103,11 +106,7 @@ class SDPOTrainer(FeedbackTrainer):
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
-        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and args.deepspeed_plugin.zero_stage == 3):
-            raise NotImplementedError(
-                "SDPO does not run with sharded parameters (FSDP, ZeRO-3) yet: a teacher's weights could not be "
-                "swapped in. Use DDP or ZeRO-2, or `distillation_weight=0`."
-            )
+        check_sharding(self.accelerator.state)
         if args.success_reward_func is not None and args.success_reward_func not in self.reward_func_names:
             raise ValueError(
                 f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
@@ -126,10 +125,13 @@ class SDPOTrainer(FeedbackTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
+        make_store = partial(
+            WeightStore, offload=args.teacher_offload, deferred=shards_parameters(self.accelerator.state)
+        )
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
-            self._stores["initial_policy"] = WeightStore(self.model)
+            self._stores["initial_policy"] = make_store(self.model)
         if teacher_model is None:
-            self._teacher = build_teacher(self.model, args, self._stores)
+            self._teacher = build_teacher(self.model, args, self._stores, make_store)
         else:
             self._teacher, teacher_tap = self._external_teacher(teacher_model)
         once = self._teacher.rests_within(
@@ -139,7 +141,7 @@ class SDPOTrainer(FeedbackTrainer):
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches))
         self._prompt_builder = TeacherPromptBuilder(self)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
-        self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
+        self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
         self._sums = MetricSums(
             self.accelerator, HealthMonitor(args.diagnostics_warning_interval, args.diagnostics_flat_tolerance)
         )
