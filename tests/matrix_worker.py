@@ -99,10 +99,11 @@ def build(folder, backend, student, kind, **options):
     if not options.pop("samples", False):
         options["trainer_rollout_func"] = tiny.scripted(ANSWERS[RANK * 4 :] + ANSWERS[: RANK * 4])
     trainer = tiny.trainer(
-        folder, told, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2,
-        max_grad_norm=1e6, save_strategy="steps", save_steps=2, **backend_options(backend), **options,
+        folder, told, data=tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        max_steps=3, learning_rate=1e-2, max_grad_norm=1e6, save_strategy="steps", save_steps=2,
+        **backend_options(backend), **options,
     )  # fmt: skip
-    assert trainer.accelerator.num_processes == 2 == dist.get_world_size()
+    assert (trainer.accelerator.num_processes, dist.get_world_size()) == (2, 2), trainer.accelerator.state
     assert trainer.accelerator.distributed_type is TYPES[backend], trainer.accelerator.distributed_type
     return trainer
 
