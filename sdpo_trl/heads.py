@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -191,7 +192,7 @@ class TapScores:
     What a consumer makes of a forward pass, in the places where TRL looks for it.
 
     Args:
-        loss (`torch.Tensor`): Any scalar that belongs to the graph.
+        loss (`torch.Tensor`): Any scalar that belongs to the graph, see [`outputs_of`].
         log_probs (`torch.Tensor`): Shape `(B, L - 1)`, zero where nothing was asked.
         entropy (`torch.Tensor`): Shape `(B, L - 1)`.
     """
@@ -202,6 +203,22 @@ class TapScores:
 
 
 Consumer = Callable[[TokenHead], TapScores]
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """
+    Within the context, collect what a model returns, as its wrappers return it.
+
+    FSDP2 and ZeRO-3 prepare the backward pass when a gradient reaches these tensors, so a loss must be made of them,
+    not of what was computed inside.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 class HeadTap:
@@ -290,7 +307,7 @@ class HeadTap:
             kwargs.setdefault("use_cache", False)
             hidden = self.model.base_model(*args, **kwargs).last_hidden_state
             output = FusedCausalLMOutput()
-        with gathered(self.model.get_output_embeddings()):
+        with gathered(self.model.get_output_embeddings(), self.model):
             head = self.head(hidden)
             self._weight_dtype = head.weight.dtype
             scores = self._consumer(head)

@@ -187,13 +187,18 @@ def whole_shape(p: nn.Parameter) -> torch.Size:
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
+def gathered(module: nn.Module, model: nn.Module) -> Iterator[None]:
     """
-    Within the forward of the model around it, the weights of `module` are whole although its own forward is not
-    called, and their gradients are reduced as every other's.
+    Within the forward of `model`, the weights of `module` are whole although its own forward is not called, and their
+    gradients are reduced as every other's.
     """
     if isinstance(module, FSDPModule):
         module.unshard()  # kept for the backward, after which FSDP2 shards it again
+    for p in (module.weight, module.bias):
+        if p is not None and p.requires_grad and layout_of(p) is _PARTITIONED:
+            import deepspeed
+
+            deepspeed.zero.register_external_parameter(model, p)  # its gradient can only be added while it is whole
     with maybe_gather_lm_head_ctx(module.weight, module.bias):
         yield
 

@@ -19,7 +19,7 @@ from .config import SDPOConfig
 from .external import load_external_teacher, prepare_external_teacher
 from .feedback_trainer import FeedbackTrainer
 from .files import attribute
-from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
+from .heads import HeadTap, MixedHead, TapScores, TokenHead, outputs_of, predicting
 from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
 from .scores import ScoreRequest, TokenScores, score_tokens
@@ -179,10 +179,10 @@ class SDPOTrainer(FeedbackTrainer):
             scored.append(scores)
             return result
 
-        with self._tap.consume(score):
+        with self._tap.consume(score), outputs_of(model) as outputs:
             policy_loss = super()._compute_loss(model, self._policy_inputs(inputs))
         self._sums.add_tokens(self._mode, token_sums(scored[0], self.args.divergence))
-        return policy_loss + self.args.distillation_weight * scored[0].loss
+        return policy_loss + self.args.distillation_weight * outputs[0]["loss"]
 
     def _score_student(
         self, head: TokenHead, teacher: "TokenHead | MixedHead", inputs: dict[str, Any], active: torch.Tensor
@@ -212,7 +212,7 @@ class SDPOTrainer(FeedbackTrainer):
             values = values.masked_scatter(active, getattr(distilled, name))
             return F.pad(values.masked_scatter(others, getattr(rest, name)), (padding, 0))
 
-        return distilled, TapScores(distilled.loss + rest.loss, place("log_prob"), place("entropy"))
+        return distilled, TapScores(distilled.loss, place("log_prob"), place("entropy"))
 
     @property
     def _has_policy_term(self) -> bool:

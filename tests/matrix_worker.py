@@ -46,8 +46,11 @@ WATCHED = ("loss", "grad_norm", "sdpo/divergence", "sdpo/teacher_student_gap", "
 
 
 def shard_on_the_cpu():
-    """Accelerate 1.15 runs DDP where FSDP is asked for on CPUs; here it is told that they may shard."""
-    set_up = AcceleratorState.__init__
+    """Accelerate 1.15 runs DDP for FSDP on CPUs, and DeepSpeed there as one process; here it is told that it may."""
+    set_up, prepare = AcceleratorState.__init__, PartialState._prepare_backend
+
+    def prepared(self, cpu=False, *args, **kwargs):
+        return prepare(self, True, *args, **kwargs)
 
     def patched(self, *args, **kwargs):
         set_up(self, *args, **kwargs)
@@ -56,7 +59,7 @@ def shard_on_the_cpu():
             self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             self.fsdp_plugin = plugin
 
-    AcceleratorState.__init__ = patched
+    AcceleratorState.__init__, PartialState._prepare_backend = patched, prepared
 
 
 def backend_options(backend):
