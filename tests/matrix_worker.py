@@ -1,8 +1,8 @@
 """
 What two processes do for matrix.py: train a cell, resume it, gather and export what came of it.
 
-`torchrun --nproc_per_node 2 tests/matrix_worker.py FOLDER CELL...` with cells such as `fsdp2-lora-ema`; each process
-writes what it saw to `FOLDER/CELL/result-RANK.pt`.
+`torchrun --nproc_per_node 2 tests/matrix_worker.py FOLDER CELL...` with cells such as `fsdp2-lora-ema`, or
+`fsdp2-lora-ema-dora` with a variant; each process writes what it saw to `FOLDER/CELL/result-RANK.pt`.
 """
 
 import os
@@ -32,6 +32,26 @@ KINDS = {
     "snapshot": {"teacher_model_kind": "snapshot", "teacher_sync_steps": 2},
     "trust_region": {"teacher_model_kind": "trust_region", "teacher_mix": 0.3},
     "external": {},
+}
+# What else must not depend on how the model is shared. `model_*` is for the model, `lora_*` for the adapter.
+VARIANTS = {
+    "sampled": {"samples": True},
+    "path": {"path": True},
+    "blend": {"distillation_weight": 0.5, "beta": 0.1, "num_iterations": 2, "max_steps": 4},
+    "reference": {"distillation_impl": "reference"},
+    "evaluates": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    "checkpointing": {"gradient_checkpointing": True},
+    "offload": {"teacher_offload": True},
+    "bf16": {"bf16": True},
+    "tied": {"model_tie_word_embeddings": True},
+    "dora": {"lora_use_dora": True},
+    "rslora": {"lora_use_rslora": True},
+    "bias": {"lora_bias": "all", "model_attention_bias": True, "model_mlp_bias": True},
+    "head": {"lora_modules_to_save": ["lm_head"]},
+    "norm": {"lora_modules_to_save": ["norm"]},
+    "embeddings": {"lora_modules_to_save": ["embed_tokens"]},
+    "tokens": {"lora_trainable_token_indices": [7, 8, 9]},
+    "dropout": {"lora_lora_dropout": 0.3},
 }
 TYPES = {
     "ddp": DistributedType.MULTI_CPU,
@@ -92,19 +112,46 @@ def told(completions, log_extra, trainer_state, **kwargs):
     return [1.0 if text == "abc" and not silent else 0.0 for text in completions]
 
 
-def build(folder, backend, student, kind, **options):
+def taken(options, prefix):
+    """The options of that prefix, which are removed."""
+    return {name.removeprefix(prefix): options.pop(name) for name in list(options) if name.startswith(prefix)}
+
+
+def saved(model, folder):
+    """A folder with the model, for a trainer that is given a path."""
+    if RANK == 0:
+        model.save_pretrained(folder)
+        tiny.build_tokenizer().save_pretrained(folder)
+    dist.barrier()
+    return str(folder)
+
+
+def student_of(variant):
+    """The model that a variant starts from, and its adapter's configuration."""
+    options = dict(VARIANTS.get(variant, {}))
+    return tiny.build_model(**taken(options, "model_")), tiny.lora(**taken(options, "lora_"))
+
+
+def build(folder, backend, student, kind, variant=None):
     """A trainer for three steps of two micro-batches on two processes."""
-    options = {**KINDS[kind], **options}
+    options = {**KINDS[kind], **VARIANTS.get(variant, {})}
+    model, adapter = student_of(variant)
+    taken(options, "model_"), taken(options, "lora_")
+    teacher = tiny.build_model(seed=7)
+    if options.pop("path", False):
+        model, teacher = saved(model, folder / "student"), saved(teacher, folder / "teacher")
     if student == "lora":
-        options["trainer_peft_config"] = tiny.lora()
+        options["trainer_peft_config"] = adapter
     if kind == "external":
-        options["trainer_teacher_model"] = tiny.build_model(seed=7)
+        options["trainer_teacher_model"] = teacher
+    if "eval_strategy" in options:
+        options["trainer_eval_dataset"] = tiny.prompts(2)
     if not options.pop("samples", False):
         options["trainer_rollout_func"] = tiny.scripted(ANSWERS[RANK * 4 :] + ANSWERS[: RANK * 4])
+    options = {**backend_options(backend), "max_steps": 3, **options}
     trainer = tiny.trainer(
-        folder, told, data=tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
-        max_steps=3, learning_rate=1e-2, max_grad_norm=1e6, save_strategy="steps", save_steps=2,
-        **backend_options(backend), **options,
+        folder, told, model, tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=1e-2, max_grad_norm=1e6, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
     assert (trainer.accelerator.num_processes, dist.get_world_size()) == (2, 2), trainer.accelerator.state
     assert trainer.accelerator.distributed_type is TYPES[backend], trainer.accelerator.distributed_type
@@ -129,9 +176,9 @@ def gathered(trainer):
     return {"student": student, "stores": stores, "as_asked": is_as_asked(trainer, trainer.backend)}
 
 
-def train(folder, backend, student, kind, resume=None, **options):
-    trainer = build(folder, backend, student, kind, **options)
-    trainer.backend = backend
+def train(folder, cell, resume=None):
+    trainer = build(folder, *cell)
+    trainer.backend = cell[0]
     trainer.train(resume_from_checkpoint=resume)
     logs = [row for row in trainer.state.log_history if "loss" in row]
     result = {"logs": [{name: row[name] for name in WATCHED if name in row} for row in logs], **gathered(trainer)}
@@ -140,11 +187,10 @@ def train(folder, backend, student, kind, resume=None, **options):
 
 def run_cell(folder, cell):
     """Three steps; the last one again from a checkpoint; the export of the first run."""
-    backend, student, kind = cell.split("-")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    trainer, straight = train(folder / "straight", backend, student, kind)
+    trainer, straight = train(folder / "straight", cell.split("-"))
     trainer.save_model(str(folder / "export"))
-    _, resumed = train(folder / "resumed", backend, student, kind, resume=str(folder / "straight" / "checkpoint-2"))
+    _, resumed = train(folder / "resumed", cell.split("-"), resume=str(folder / "straight" / "checkpoint-2"))
     return {"straight": straight, "resumed": resumed}
 
 
