@@ -203,12 +203,6 @@ def gathered(module: nn.Module, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def shards_parameters(state: Any) -> bool:
-    """Whether the model's parameters will be sharded, given the `accelerate.state.AcceleratorState`."""
-    zero3 = state.deepspeed_plugin is not None and state.deepspeed_plugin.zero_stage == 3
-    return zero3 or state.distributed_type is DistributedType.FSDP
-
-
 def check_sharding(state: Any) -> None:
     """
     Refuse what could not be swapped for a teacher's values.
@@ -224,7 +218,7 @@ def check_sharding(state: Any) -> None:
             "SDPO does not run under FSDP1, whose flat parameters mix trained and frozen values. Use FSDP2: "
             "`fsdp_version: 2`, see accelerate_configs/fsdp2.yaml."
         )
-    if not shards_parameters(state) or state.distributed_type is DistributedType.FSDP:
+    if state.deepspeed_plugin is None or state.deepspeed_plugin.zero_stage != 3:
         return
     zero = state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     offload = zero.get("offload_param") or {}

@@ -23,7 +23,7 @@ from .heads import HeadTap, MixedHead, TapScores, TokenHead, outputs_of, predict
 from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
 from .scores import ScoreRequest, TokenScores, score_tokens
-from .shards import check_sharding, shards_parameters, whole_shape
+from .shards import check_sharding, whole_shape
 from .teacher import Teacher, WeightStore, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
@@ -125,8 +125,9 @@ class SDPOTrainer(FeedbackTrainer):
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
+        # DeepSpeed and FSDP change the parameters' layout and precision when training begins.
         make_store = partial(
-            WeightStore, offload=args.teacher_offload, deferred=shards_parameters(self.accelerator.state)
+            WeightStore, offload=args.teacher_offload, deferred=self.is_deepspeed_enabled or self.is_fsdp_enabled
         )
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
             self._stores["initial_policy"] = make_store(self.model)

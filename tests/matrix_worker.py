@@ -17,6 +17,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import tiny  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import transformers.training_args  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -80,6 +81,7 @@ def shard_on_the_cpu():
             self.fsdp_plugin = plugin
 
     AcceleratorState.__init__, PartialState._prepare_backend = patched, prepared
+    transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # DeepSpeed's bfloat16
 
 
 def backend_options(backend):
@@ -98,6 +100,7 @@ def backend_options(backend):
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": "auto"},
             "zero_optimization": {"stage": int(backend[-1]), **(small if backend == "zero3" else {})},
         },
     }

@@ -7,7 +7,7 @@ import tiny
 import torch
 from accelerate.utils import DistributedType
 
-from sdpo_trl.shards import check_sharding, shards_parameters
+from sdpo_trl.shards import check_sharding
 from sdpo_trl.teacher import WeightStore
 
 
@@ -23,19 +23,18 @@ def state(fsdp=None, **zero):
 
 
 @pytest.mark.parametrize(
-    ("options", "shards"),
+    "options",
     [
-        ({}, False),
-        ({"fsdp": 2}, True),
-        ({"stage": 2}, False),
-        ({"stage": 3}, True),
-        ({"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 1}, True),
+        {},
+        {"fsdp": 2},
+        {"stage": 2},
+        {"stage": 3},
+        {"stage": 3, "offload_param": {"device": "cpu"}, "zero_hpz_partition_size": 1},
     ],
     ids=str,
 )
-def test_what_runs(options, shards):
+def test_what_runs(options):
     check_sharding(state(**options))
-    assert shards_parameters(state(**options)) == shards
 
 
 @pytest.mark.parametrize(
