@@ -4,7 +4,7 @@ Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,29 @@ class FilesTrainer(GRPOTrainer):
         # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
         with attribute(self.args, "output_dir", str(target)):
             self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
-        super().save_model(output_dir, _internal_call)
+        with nullcontext() if _internal_call else self._exporting():
+            super().save_model(output_dir, _internal_call)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self._exporting():
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    @contextmanager
+    def _exporting(self) -> Iterator[None]:
+        """Within, FSDP's weights are written whole: with its `SHARDED_STATE_DICT`, `save_model` writes none."""
+        if not self.is_fsdp_enabled:
+            yield
+            return
+        with attribute(self.accelerator.state.fsdp_plugin, "state_dict_type", "FULL_STATE_DICT"):
+            yield
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None

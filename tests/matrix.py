@@ -37,12 +37,18 @@ from sdpo_trl.teacher import WeightStore
 WORKER = Path(__file__).with_name("matrix_worker.py")
 CELLS = [f"{backend}-{student}-{kind}" for backend in BACKENDS for student in STUDENTS for kind in KINDS]
 VARIED = [
-    "full-ema-sampled", "full-base-path", "full-external-path", "full-ema-blend", "full-trust_region-reference",
-    "full-ema-evaluates", "full-ema-checkpointing", "full-ema-offload", "full-ema-bf16", "full-base-tied",
+    "full-ema-silent", "full-ema-sampled", "full-base-path", "full-external-path", "full-ema-blend",
+    "full-trust_region-reference", "full-ema-evaluates", "full-ema-checkpointing", "full-ema-offload",
+    "full-ema-bf16", "full-base-tied",
     "lora-ema-sampled", "lora-ema-blend", "lora-ema-checkpointing", "lora-ema-dora", "lora-ema-rslora",
     "lora-ema-bias", "lora-ema-head", "lora-ema-norm", "lora-ema-embeddings", "lora-ema-tokens", "lora-ema-dropout",
+    "lora-base-adapter", "lora-ema-silent",
 ]  # fmt: skip
 CELLS += [f"{backend}-{rest}" for backend in BACKENDS for rest in VARIED]
+OWN = ["full-ema-wrapped", "full-base-parts", "full-ema-efficient", "lora-external-efficient"]
+CELLS += [f"fsdp2-{rest}" for rest in OWN]
+OWN += ["full-ema-parked", "lora-trust_region-parked"]  # FSDP2 parks parameters in host memory only with a GPU
+CELLS += [f"zero3-{rest}" for rest in OWN[-2:]]
 # Under ZeRO-3, PEFT 0.21 gathers these tokens' weights on a CUDA device, whatever the machine has.
 CELLS.remove("zero3-lora-ema-tokens")
 SKIPPED = "skipped: deepspeed is not installed"
@@ -97,7 +103,7 @@ def failures(folder: Path, cell: str) -> list[str]:
     """Which of the checks (see the module's docstring) a cell that finished does not pass."""
     _, student, kind, *variant = cell.split("-")
     start, adapter = student_of(*variant or [None])
-    if student == "lora":
+    if adapter is not None and student == "lora":
         start = get_peft_model(start, adapter)
     rtol = 0.3 if "bf16" in variant else 1e-3  # DeepSpeed keeps the parameters themselves in bfloat16
     first, second = (torch.load(folder / cell / f"result-{i}.pt", weights_only=False) for i in range(2))
@@ -166,7 +172,8 @@ def _exports(folder: Path, student: str, variant: list[str], trained: dict[str, 
     names = {path.name for path in folder.iterdir()}
     if student == "lora":
         weights = "adapter_model.safetensors"
-        model = PeftModel.from_pretrained(student_of(*variant or [None])[0], folder, is_trainable=True)
+        base = student_of(*[name for name in variant if name != "adapter"] or [None])[0]
+        model = PeftModel.from_pretrained(base, folder, is_trainable=True)
     else:
         weights = "model.safetensors"
         model = AutoModelForCausalLM.from_pretrained(folder)
@@ -184,7 +191,7 @@ def tables(results: dict[str, str]) -> str:
             cells = [results.get(f"{backend}-{student}-{kind}", "-") for kind in KINDS]
             matrix.append([f"{backend} {student}", *cells])
     variants = [["", *BACKENDS]]
-    variants += [[rest, *(results.get(f"{backend}-{rest}", "-") for backend in BACKENDS)] for rest in VARIED]
+    variants += [[rest, *(results.get(f"{backend}-{rest}", "-") for backend in BACKENDS)] for rest in VARIED + OWN]
     return f"{_aligned(matrix)}\n\n{_aligned(variants)}"
 
 

@@ -34,8 +34,10 @@ KINDS = {
     "trust_region": {"teacher_model_kind": "trust_region", "teacher_mix": 0.3},
     "external": {},
 }
-# What else must not depend on how the model is shared. `model_*` is for the model, `lora_*` for the adapter.
+# What else must not depend on how the model is shared. `model_*` is for the model, `lora_*` for the adapter, `fsdp2_*`
+# and `zero3_*` for one way of sharing.
 VARIANTS = {
+    "silent": {"silent": True},
     "sampled": {"samples": True},
     "path": {"path": True},
     "blend": {"distillation_weight": 0.5, "beta": 0.1, "num_iterations": 2, "max_steps": 4},
@@ -44,6 +46,10 @@ VARIANTS = {
     "checkpointing": {"gradient_checkpointing": True},
     "offload": {"teacher_offload": True},
     "bf16": {"bf16": True},
+    "parked": {"zero3_offload_param": {"device": "cpu"}},
+    "wrapped": {"fsdp2_activation_checkpointing": True},
+    "parts": {"fsdp2_state_dict_type": "SHARDED_STATE_DICT"},
+    "efficient": {"fsdp2_cpu_ram_efficient_loading": True, "path": True},
     "tied": {"model_tie_word_embeddings": True},
     "dora": {"lora_use_dora": True},
     "rslora": {"lora_use_rslora": True},
@@ -53,6 +59,7 @@ VARIANTS = {
     "embeddings": {"lora_modules_to_save": ["embed_tokens"]},
     "tokens": {"lora_trainable_token_indices": [7, 8, 9]},
     "dropout": {"lora_lora_dropout": 0.3},
+    "adapter": {"trained": True},
 }
 TYPES = {
     "ddp": DistributedType.MULTI_CPU,
@@ -84,13 +91,13 @@ def shard_on_the_cpu():
     transformers.training_args.is_torch_bf16_gpu_available = lambda: True  # DeepSpeed's bfloat16
 
 
-def backend_options(backend):
-    """How the processes share the model."""
+def backend_options(backend, extra):
+    """How the processes share the model; with options of the backend's own."""
     if backend == "ddp":
         return {"use_cpu": True}
     if backend == "fsdp2":
         wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        return {"use_cpu": True, "fsdp": True, "fsdp_config": {"version": 2, **wrap}}
+        return {"use_cpu": True, "fsdp": True, "fsdp_config": {"version": 2, **wrap, **extra}}
     # Small enough that some parameters persist and others do not.
     small = {"stage3_param_persistence_threshold": 100, "stage3_gather_16bit_weights_on_model_save": True}
     return {
@@ -101,18 +108,22 @@ def backend_options(backend):
             "gradient_clipping": "auto",
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": "auto"},
-            "zero_optimization": {"stage": int(backend[-1]), **(small if backend == "zero3" else {})},
+            "zero_optimization": {"stage": int(backend[-1]), **(small if backend == "zero3" else {}), **extra},
         },
     }
 
 
-def told(completions, log_extra, trainer_state, **kwargs):
-    """Success and feedback depend on the answer alone; in the second step the first process has neither."""
-    silent = RANK == 0 and trainer_state.global_step == 1
-    step = trainer_state.global_step
-    texts = [None if silent or text.startswith("x") else f"no {step}: {text}{text}" for text in completions]
-    log_extra("feedback", texts)
-    return [1.0 if text == "abc" and not silent else 0.0 for text in completions]
+def told(quiet):
+    """Success and feedback depend on the answer alone; in the second step these processes have neither."""
+
+    def reward(completions, log_extra, trainer_state, **kwargs):
+        step = trainer_state.global_step
+        silent = RANK in quiet and step == 1
+        texts = [None if silent or text.startswith("x") else f"no {step}: {text}{text}" for text in completions]
+        log_extra("feedback", texts)
+        return [1.0 if text == "abc" and not silent else 0.0 for text in completions]
+
+    return reward
 
 
 def taken(options, prefix):
@@ -130,8 +141,10 @@ def saved(model, folder):
 
 
 def student_of(variant):
-    """The model that a variant starts from, and its adapter's configuration."""
+    """The model that a variant starts from, and the configuration of the adapter that it gets, if it does."""
     options = dict(VARIANTS.get(variant, {}))
+    if "trained" in options:
+        return tiny.trained_adapter(), None
     return tiny.build_model(**taken(options, "model_")), tiny.lora(**taken(options, "lora_"))
 
 
@@ -139,7 +152,9 @@ def build(folder, backend, student, kind, variant=None):
     """A trainer for three steps of two micro-batches on two processes."""
     options = {**KINDS[kind], **VARIANTS.get(variant, {})}
     model, adapter = student_of(variant)
-    taken(options, "model_"), taken(options, "lora_")
+    extra = [taken(options, f"{prefix}_") for prefix in ("model", "lora", *BACKENDS)][2:]
+    options.pop("trained", None)
+    quiet = (0, 1) if options.pop("silent", False) else (0,)
     teacher = tiny.build_model(seed=7)
     if options.pop("path", False):
         model, teacher = saved(model, folder / "student"), saved(teacher, folder / "teacher")
@@ -151,9 +166,10 @@ def build(folder, backend, student, kind, variant=None):
         options["trainer_eval_dataset"] = tiny.prompts(2)
     if not options.pop("samples", False):
         options["trainer_rollout_func"] = tiny.scripted(ANSWERS[RANK * 4 :] + ANSWERS[: RANK * 4])
-    options = {**backend_options(backend), "max_steps": 3, **options}
+    shared = backend_options(backend, dict(zip(BACKENDS, extra, strict=True))[backend])
+    options = {**shared, "max_steps": 3, **options}
     trainer = tiny.trainer(
-        folder, told, model, tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        folder, told(quiet), model, tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, max_grad_norm=1e6, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
     assert (trainer.accelerator.num_processes, dist.get_world_size()) == (2, 2), trainer.accelerator.state
