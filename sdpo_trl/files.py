@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from .teacher import WeightStore
+from .store import WeightStore
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from .loss import Normalizer, token_coefficients
 from .metrics import MetricSums, token_sums
 from .scores import ScoreRequest, TokenScores, score_tokens
 from .shards import check_sharding, whole_shape
-from .teacher import Teacher, WeightStore, build_teacher
+from .store import WeightStore
+from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 

@@ -32,7 +32,7 @@ from matrix_worker import BACKENDS, KINDS, STUDENTS, student_of
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sdpo_trl.teacher import WeightStore
+from sdpo_trl.store import WeightStore
 
 WORKER = Path(__file__).with_name("matrix_worker.py")
 CELLS = [f"{backend}-{student}-{kind}" for backend in BACKENDS for student in STUDENTS for kind in KINDS]

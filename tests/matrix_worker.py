@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
-from sdpo_trl.teacher import WeightStore  # noqa: E402
+from sdpo_trl.store import WeightStore  # noqa: E402
 
 BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
 STUDENTS = ("full", "lora")

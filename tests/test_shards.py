@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from sdpo_trl.shards import check_sharding
-from sdpo_trl.teacher import WeightStore
+from sdpo_trl.store import WeightStore
 
 
 def state(fsdp=None, **zero):
