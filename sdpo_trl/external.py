@@ -9,7 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.other import get_module_children_bottom_up
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
@@ -101,11 +105,28 @@ def load_external_teacher(
     return teacher.requires_grad_(False).eval()
 
 
+def _shard_layers(teacher: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Give each layer its own FSDP2 unit, as Accelerate does for the student: TRL would gather the whole at once."""
+    plugin = accelerator.state.fsdp_plugin
+    separate = fsdp2_prepare_auto_wrap_policy(plugin, teacher)
+    mesh = accelerator.torch_device_mesh
+    for module in [] if separate is None else get_module_children_bottom_up(teacher)[:-1]:
+        if separate(module):
+            fully_shard(
+                module,
+                mesh=None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+                reshard_after_forward=plugin.reshard_after_forward,
+                mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+                offload_policy=plugin.cpu_offload,
+            )
+
+
 def prepare_external_teacher(teacher: PreTrainedModel, temperature: float, trainer) -> PreTrainedModel:
     """Give the teacher TRL's fused head and place it as TRL places its reference model."""
     add_fused_lm_head(teacher, temperature=temperature)
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(teacher, trainer.accelerator)
     if trainer.is_fsdp_enabled:
+        _shard_layers(teacher, trainer.accelerator)
         return prepare_fsdp(teacher, trainer.accelerator)
     return trainer.accelerator.prepare_model(teacher, evaluation_mode=True)

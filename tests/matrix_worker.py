@@ -20,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 import transformers.training_args  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from sdpo_trl.store import WeightStore  # noqa: E402
@@ -181,6 +182,8 @@ def is_as_asked(trainer, backend):
     """Whether the parameters lie as the backend says, because set-ups on CPUs degrade silently."""
     parameters = list(trainer.model.parameters())
     if backend == "fsdp2":
+        units = sum(isinstance(module, FSDPModule) for module in trainer._teacher._model.modules())
+        assert units > 2, "a layer at a time, the teacher too"
         return trainer.accelerator.is_fsdp2 and all(p.placements[0].is_shard() for p in parameters)
     stage = trainer.accelerator.state.deepspeed_plugin.zero_stage if backend.startswith("zero") else 0
     partitioned = all(hasattr(p, "ds_tensor") for p in parameters)

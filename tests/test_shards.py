@@ -1,14 +1,18 @@
 """What is refused, kept in host memory, or taken later; that sharded parameters work is shown by test_matrix.py."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from sdpo_trl.shards import check_sharding
 from sdpo_trl.store import WeightStore
+
+CONFIGS = Path(__file__).parent.parent / "accelerate_configs"
 
 
 def state(fsdp=None, **zero):
@@ -51,6 +55,20 @@ def test_what_runs(options):
 def test_what_is_refused_says_what_to_do(options, advice):
     with pytest.raises(NotImplementedError, match=advice):
         check_sharding(state(**options))
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("*.yaml")))
+def test_accelerate_reads_the_configurations(name):
+    config = load_config_from_file(str(CONFIGS / name))
+    expected = {"fsdp2": "FSDP", "multi_node": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "ddp": "MULTI_GPU"}
+    assert config.distributed_type == expected.get(name.removesuffix(".yaml"), "NO")
+    text = (CONFIGS / name).read_text()
+    assert text.startswith("# ") and f"--config_file accelerate_configs/{name}" in text
+    if config.distributed_type == "FSDP":
+        assert config.fsdp_config["fsdp_version"] == 2
+        assert config.fsdp_config["fsdp_state_dict_type"] == "FULL_STATE_DICT"
+    if config.distributed_type == "DEEPSPEED":
+        assert config.deepspeed_config["zero_stage"] == int(name[4])
 
 
 def test_it_is_refused_when_the_trainer_is_made(tmp_path, monkeypatch):
