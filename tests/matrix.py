@@ -1,10 +1,10 @@
 """
 Every way of sharing a model x full and LoRA x every teacher, on two CPU processes, as a table.
 
-`python tests/matrix.py [--only REGEX] [--folder FOLDER]` prints it, and a second table of variants (adapters, tied
-embeddings, paths, policy terms, ...); pytest runs the same cells (test_matrix.py). A
-cell passes if its two processes finish three steps (two micro-batches each, answers of unequal length, one process
-without any feedback in the second) with
+`python tests/matrix.py [--only REGEX] [--folder FOLDER] [--cuda]` prints it, and a second table of variants (adapters,
+tied embeddings, paths, policy terms, ...); pytest runs the same cells (test_matrix.py). A cell passes if its processes
+finish three steps (two micro-batches each, answers of unequal length, one process without any feedback in the second)
+with
 
 - `layout`: the parameters sharded as asked for;
 - `logs`: losses, gradient norms, divergences and distances of the teacher that are DDP's;
@@ -58,9 +58,9 @@ def has_deepspeed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def run(folder: Path, cells: list[str], timeout: float = 600) -> dict[str, str]:
+def run(folder: Path, cells: list[str], timeout: float = 600, gpus: int = 0) -> dict[str, str]:
     """
-    Run cells on two processes, and DDP's where they are compared with it.
+    Run cells on two processes (or one per GPU), and DDP's where they are compared with it.
 
     Returns what went wrong with the processes that stopped early, by cell.
     """
@@ -69,8 +69,8 @@ def run(folder: Path, cells: list[str], timeout: float = 600) -> dict[str, str]:
     for deepspeed in (False, True):
         rest = [cell for cell in wanted if cell.startswith("zero") == deepspeed]
         while rest and (has_deepspeed() or not deepspeed):
-            output = _start(folder, rest, deepspeed, timeout)
-            done = [cell for cell in rest if all((folder / cell / f"result-{i}.pt").is_file() for i in range(2))]
+            output = _start(folder, rest, deepspeed, timeout, gpus)
+            done = [cell for cell in rest if len(list((folder / cell).glob("result-*.pt"))) == (gpus or 2)]
             rest = rest[len(done) :]
             if rest:  # the next one broke, those after it have not been tried
                 broken[rest.pop(0)] = output
@@ -81,10 +81,14 @@ def _ddp(cell: str) -> str:
     return "-".join(["ddp", *cell.split("-")[1:]])
 
 
-def _start(folder: Path, cells: list[str], deepspeed: bool, timeout: float) -> str:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+def _start(folder: Path, cells: list[str], deepspeed: bool, timeout: float, gpus: int) -> str:
+    processes = ["--nproc_per_node", str(gpus or 2)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *processes, "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed else {"ACCELERATE_USE_CPU": "1"}
+    if gpus:
+        environment |= {"MATRIX_CUDA": "1"}
+    else:
+        environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed else {"ACCELERATE_USE_CPU": "1"}
     path = folder / "output"
     with path.open("w") as output:
         process = subprocess.Popen(
@@ -106,13 +110,13 @@ def failures(folder: Path, cell: str) -> list[str]:
     if adapter is not None and student == "lora":
         start = get_peft_model(start, adapter)
     rtol = 0.3 if "bf16" in variant else 1e-3  # DeepSpeed keeps the parameters themselves in bfloat16
-    first, second = (torch.load(folder / cell / f"result-{i}.pt", weights_only=False) for i in range(2))
+    first, *others = (torch.load(path, weights_only=False) for path in sorted((folder / cell).glob("result-*.pt")))
     ddp = torch.load(folder / _ddp(cell) / "result-0.pt", weights_only=False)
     straight, resumed, truth = first["straight"], first["resumed"], ddp["straight"]
     checks = {
-        "layout": all(result[run]["as_asked"] for result in (first, second) for run in result),
+        "layout": all(result[run]["as_asked"] for result in (first, *others) for run in result),
         "logs": len(straight["logs"]) >= 3 and _near_logs(straight["logs"], truth["logs"], rtol),
-        "equal": _same(first["straight"], second["straight"]) and _near(straight, truth, rtol),
+        "equal": all(_same(straight, other["straight"]) for other in others) and _near(straight, truth, rtol),
         "moves": _moves(straight, start, kind),
         "resumes": _same(straight, resumed) and _near_logs(straight["logs"], resumed["logs"], 1e-6),
         "stores": _stores(
@@ -207,18 +211,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The matrix of backends, students and teachers on two processes.")
     parser.add_argument("--only", default="", help="a regular expression over cells, such as 'zero3-.*-ema'")
     parser.add_argument("--folder", type=Path, help="where to keep what the processes wrote")
+    parser.add_argument("--cuda", action="store_true", help="one process per GPU instead of two on the CPU")
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     cells = [cell for cell in CELLS if re.search(args.only, cell)]
-    broken = run(folder, cells, timeout=3600)
+    broken = run(folder, cells, timeout=3600, gpus=torch.cuda.device_count() if args.cuda else 0)
     results = {}
     for cell in cells:
         if cell.startswith("zero") and not has_deepspeed():
             results[cell] = "skipped"
-        elif cell in broken:
+        elif cell in broken or _ddp(cell) in broken:
             results[cell] = "broke"
-            print(f"{cell}:\n{broken[cell][-4000:]}\n")
+            print(f"{cell}:\n{broken.get(cell, 'DDP broke')[-4000:]}\n")
         else:
             results[cell] = ", ".join(failures(folder, cell)) or "ok"
     print(tables(results))

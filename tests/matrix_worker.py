@@ -1,5 +1,5 @@
 """
-What two processes do for matrix.py: train a cell, resume it, gather and export what came of it.
+What each process does for matrix.py: train a cell, resume it, gather and export what came of it.
 
 `torchrun --nproc_per_node 2 tests/matrix_worker.py FOLDER CELL...` with cells such as `fsdp2-lora-ema`, or
 `fsdp2-lora-ema-dora` with a variant; each process writes what it saw to `FOLDER/CELL/result-RANK.pt`.
@@ -62,8 +62,10 @@ VARIANTS = {
     "dropout": {"lora_lora_dropout": 0.3},
     "adapter": {"trained": True},
 }
+CUDA = os.environ.get("MATRIX_CUDA") == "1"  # one process per GPU instead of two on the CPU
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 TYPES = {
-    "ddp": DistributedType.MULTI_CPU,
+    "ddp": DistributedType.MULTI_GPU if CUDA else DistributedType.MULTI_CPU,
     "zero2": DistributedType.DEEPSPEED,
     "zero3": DistributedType.DEEPSPEED,
     "fsdp2": DistributedType.FSDP,
@@ -95,10 +97,10 @@ def shard_on_the_cpu():
 def backend_options(backend, extra):
     """How the processes share the model; with options of the backend's own."""
     if backend == "ddp":
-        return {"use_cpu": True}
+        return {"use_cpu": not CUDA}
     if backend == "fsdp2":
         wrap = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-        return {"use_cpu": True, "fsdp": True, "fsdp_config": {"version": 2, **wrap, **extra}}
+        return {"use_cpu": not CUDA, "fsdp": True, "fsdp_config": {"version": 2, **wrap, **extra}}
     # Small enough that some parameters persist and others do not.
     small = {"stage3_param_persistence_threshold": 100, "stage3_gather_16bit_weights_on_model_save": True}
     return {
@@ -150,7 +152,7 @@ def student_of(variant):
 
 
 def build(folder, backend, student, kind, variant=None):
-    """A trainer for three steps of two micro-batches on two processes."""
+    """A trainer for three steps of two micro-batches."""
     options = {**KINDS[kind], **VARIANTS.get(variant, {})}
     model, adapter = student_of(variant)
     extra = [taken(options, f"{prefix}_") for prefix in ("model", "lora", *BACKENDS)][2:]
@@ -173,7 +175,7 @@ def build(folder, backend, student, kind, variant=None):
         folder, told(quiet), model, tiny.prompts(8), per_device_train_batch_size=2, gradient_accumulation_steps=2,
         learning_rate=1e-2, max_grad_norm=1e6, save_strategy="steps", save_steps=2, **options,
     )  # fmt: skip
-    assert (trainer.accelerator.num_processes, dist.get_world_size()) == (2, 2), trainer.accelerator.state
+    assert trainer.accelerator.num_processes == dist.get_world_size() == PROCESSES, trainer.accelerator.state
     assert trainer.accelerator.distributed_type is TYPES[backend], trainer.accelerator.distributed_type
     return trainer
 
@@ -193,9 +195,13 @@ def is_as_asked(trainer, backend):
 
 def gathered(trainer):
     """The student's trained tensors and the teacher's, whole."""
-    student = {name: value.clone() for name, value in WeightStore(trainer.model).whole()}
-    stores = {key: {name: v.clone() for name, v in store.whole()} for key, store in trainer._stores.items()}
-    return {"student": student, "stores": stores, "as_asked": is_as_asked(trainer, trainer.backend)}
+
+    def copies(store):
+        return {name: value.to("cpu", copy=True) for name, value in store.whole()}
+
+    stores = {key: copies(store) for key, store in trainer._stores.items()}
+    as_asked = is_as_asked(trainer, trainer.backend)
+    return {"student": copies(WeightStore(trainer.model)), "stores": stores, "as_asked": as_asked}
 
 
 def train(folder, cell, resume=None):
@@ -220,8 +226,9 @@ def main(folder, cells):
     if any(cell.startswith("zero") for cell in cells):
         import deepspeed
 
-        deepspeed.init_distributed("gloo")
-    shard_on_the_cpu()
+        deepspeed.init_distributed("nccl" if CUDA else "gloo")
+    if not CUDA:
+        shard_on_the_cpu()
     for cell in cells:
         result = run_cell(folder / cell, cell)
         torch.save(result, folder / cell / f"result-{RANK}.pt")
