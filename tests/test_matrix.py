@@ -37,3 +37,9 @@ def test_a_core_of_the_matrix(core, cell):
 @pytest.mark.parametrize("cell", matrix.CELLS)
 def test_the_whole_matrix(everything, cell):
     assert_passes(everything, cell)
+
+
+def test_without_deepspeed_its_cells_are_skipped_with_a_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(matrix, "has_deepspeed", lambda: False)
+    with pytest.raises(pytest.skip.Exception, match="deepspeed is not installed"):
+        assert_passes((tmp_path, {}), "zero3-full-ema")

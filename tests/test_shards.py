@@ -127,3 +127,9 @@ def test_offloading_needs_a_teacher_with_values(tmp_path):
     tiny.config(tmp_path, teacher_model_kind="live", teacher_offload=True, beta=0.1)
     with pytest.raises(ValueError, match="`teacher_offload` has no effect"):
         tiny.trainer(tmp_path, teacher_offload=True, trainer_teacher_model=tiny.build_model(seed=7))
+
+
+def test_a_file_with_tensors_of_other_shapes_is_refused(tmp_path):
+    WeightStore(tiny.build_model()).save(tmp_path / "sdpo_teacher.safetensors")
+    with pytest.raises(ValueError, match=r"other tensors.*first 'lm_head\.weight'|other tensors.*embed_tokens"):
+        WeightStore(tiny.build_model(vocab_size=128)).load(tmp_path / "sdpo_teacher.safetensors")
