@@ -41,8 +41,9 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
             own = {id(parameter) for parameter in model.parameters()}
             if any(id(parameter) in own for parameter in teacher_model.parameters()):
                 raise ValueError("`teacher_model` shares parameters with the student. Pass a copy (`copy.deepcopy`).")
-        changed = [name for name in ("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix")
-                   if getattr(args, name) != SDPOConfig._default(name)]  # fmt: skip
+        names = ["teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix"]
+        names += ["teacher_offload"] if args.beta == 0.0 else []  # a KL anchor has values of its own too
+        changed = [name for name in names if getattr(args, name) != SDPOConfig._default(name)]
         if changed:
             raise ValueError(
                 f"An external `teacher_model` never moves, so `{changed[0]}` has no effect. Drop one of them."

@@ -71,6 +71,9 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             paper's cadence (at most once per optimizer step). Required by `"snapshot"`.
         teacher_mix (`float`, *optional*, defaults to `0.01`):
             Share of the live model in a trust-region teacher, in `[0, 1]`.
+        teacher_offload (`bool`, *optional*, defaults to `False`):
+            Keep the teacher's own values (an EMA teacher's are float32) in host memory; each teacher's pass and each
+            move then reads them from there.
         teacher_model_init_kwargs (`dict`, *optional*):
             Keyword arguments of `from_pretrained` when `teacher_model` is a path.
 
@@ -145,6 +148,9 @@ class SDPOConfig(ControlOptions, GRPOConfig):
     )
     teacher_mix: float = field(
         default=0.01, metadata={"help": "Share of the live model in a trust-region teacher, in [0, 1]."}
+    )
+    teacher_offload: bool = field(
+        default=False, metadata={"help": "Keep the teacher's own values in host memory, read at each of its passes."}
     )
     teacher_model_init_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Keyword arguments of from_pretrained when teacher_model is a path."}
@@ -291,6 +297,7 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             ("teacher_update_rate", kind == "ema", "`teacher_model_kind='ema'`"),
             ("teacher_sync_steps", kind in ("ema", "snapshot"), "`teacher_model_kind` 'ema' or 'snapshot'"),
             ("teacher_mix", kind == "trust_region", "`teacher_model_kind='trust_region'`"),
+            ("teacher_offload", kind != "live" or self.beta != 0.0, "a teacher with own values, or a KL anchor"),
             ("dont_reprompt_on_self_success", self.use_successful_as_teacher, "`use_successful_as_teacher=True`"),
             (
                 "environment_feedback_only_without_solution",

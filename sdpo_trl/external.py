@@ -4,12 +4,21 @@ Knows: loading, preparing and checking it. Deliberately does not know: prompts, 
 """
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.other import get_module_children_bottom_up
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path, get_config_model_id
+
+from .shards import whole_shape
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +37,21 @@ def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
                 f"The teacher's tokenizer maps {token!r} to {theirs.get(token)}, the student's to {index}. A teacher "
                 "scores the student's own token ids, so both need one mapping: choose a teacher of the same family."
             )
+
+
+@contextmanager
+def _loaded_everywhere() -> Iterator[None]:
+    """FSDP may load a model on one process and send it to the others when it wraps the student, never a teacher."""
+    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    previous = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = previous
 
 
 def load_external_teacher(
@@ -50,7 +74,10 @@ def load_external_teacher(
     """
     if isinstance(teacher, str):
         name = teacher
-        teacher = create_model_from_path(teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})})
+        with _loaded_everywhere():
+            teacher = create_model_from_path(
+                teacher, **{"trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+            )
     elif is_peft_model(teacher):
         raise ValueError("`teacher_model` is a `PeftModel`. Pass `teacher_model.merge_and_unload()`.")
     elif init_kwargs:
@@ -69,7 +96,7 @@ def load_external_teacher(
             "that its token ids mean the same as the student's."
         )
     needed = max(tokenizer.get_vocab().values()) + 1
-    size = teacher.get_output_embeddings().weight.size(0)
+    size = whole_shape(teacher.get_output_embeddings().weight)[0]
     if size < needed:
         raise ValueError(
             f"The teacher's head has {size} items, but the student's tokenizer has ids up to {needed - 1}. Choose a "
@@ -78,11 +105,28 @@ def load_external_teacher(
     return teacher.requires_grad_(False).eval()
 
 
+def _shard_layers(teacher: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Give each layer its own FSDP2 unit, as Accelerate does for the student: TRL would gather the whole at once."""
+    plugin = accelerator.state.fsdp_plugin
+    separate = fsdp2_prepare_auto_wrap_policy(plugin, teacher)
+    mesh = accelerator.torch_device_mesh
+    for module in [] if separate is None else get_module_children_bottom_up(teacher)[:-1]:
+        if separate(module):
+            fully_shard(
+                module,
+                mesh=None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+                reshard_after_forward=plugin.reshard_after_forward,
+                mp_policy=plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+                offload_policy=plugin.cpu_offload,
+            )
+
+
 def prepare_external_teacher(teacher: PreTrainedModel, temperature: float, trainer) -> PreTrainedModel:
     """Give the teacher TRL's fused head and place it as TRL places its reference model."""
     add_fused_lm_head(teacher, temperature=temperature)
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(teacher, trainer.accelerator)
     if trainer.is_fsdp_enabled:
+        _shard_layers(teacher, trainer.accelerator)
         return prepare_fsdp(teacher, trainer.accelerator)
     return trainer.accelerator.prepare_model(teacher, evaluation_mode=True)

@@ -6,7 +6,7 @@ Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .run_state import RunState
-from .teacher import WeightStore
+from .store import WeightStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,10 @@ class FilesTrainer(GRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._distills and self.args.should_save:
+        if self._distills:
             for name, store in self._stores.items():
-                store.save(Path(output_dir) / f"sdpo_{name}.safetensors")
+                store.save(Path(output_dir) / f"sdpo_{name}.safetensors", writes=self.args.should_save)
+        if self._distills and self.args.should_save:
             state = {name: part.state() for name, part in self._remembers.items()}
             partial = Path(output_dir) / "sdpo_state.partial"
             partial.write_text(json.dumps(state), encoding="utf-8")
@@ -65,7 +66,29 @@ class FilesTrainer(GRPOTrainer):
         # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
         with attribute(self.args, "output_dir", str(target)):
             self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
-        super().save_model(output_dir, _internal_call)
+        with nullcontext() if _internal_call else self._exporting():
+            super().save_model(output_dir, _internal_call)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        with self._exporting():
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    @contextmanager
+    def _exporting(self) -> Iterator[None]:
+        """Within, FSDP's weights are written whole: with its `SHARDED_STATE_DICT`, `save_model` writes none."""
+        if not self.is_fsdp_enabled:
+            yield
+            return
+        with attribute(self.accelerator.state.fsdp_plugin, "state_dict_type", "FULL_STATE_DICT"):
+            yield
 
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None

@@ -302,8 +302,9 @@ class FusedScores(torch.autograd.Function):
             # The policy term's weight per token is known only now, so its part of the output matrix's gradient (and
             # nothing else) needs the student's logits once more.
             if weight_grad is None:
-                weight_grad = torch.zeros_like(weight, dtype=grad.dtype)
-                bias_grad = None if bias is None else torch.zeros_like(bias, dtype=grad.dtype)
+                # Not `weight`, which ZeRO-3 may have emptied since.
+                weight_grad = torch.zeros_like(plan.student.weight, dtype=grad.dtype)
+                bias_grad = None if bias is None else torch.zeros_like(plan.student.bias, dtype=grad.dtype)
             with torch.autocast(hidden.device.type, enabled=False):
                 _add_policy_weight_grad(plan, log_prob_grad, entropy_grad, weight_grad, bias_grad)
         ctx.saved = None

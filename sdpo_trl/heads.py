@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .divergence import upcast
+from .shards import gathered, rest, whole
 
 _FLOAT16_BOOST = 256.0
 
@@ -195,7 +197,7 @@ class TapScores:
     What a consumer makes of a forward pass, in the places where TRL looks for it.
 
     Args:
-        loss (`torch.Tensor`): Any scalar that belongs to the graph.
+        loss (`torch.Tensor`): Any scalar that belongs to the graph, see [`outputs_of`].
         log_probs (`torch.Tensor`): Shape `(B, L - 1)`, zero where nothing was asked.
         entropy (`torch.Tensor`): Shape `(B, L - 1)`.
     """
@@ -206,6 +208,22 @@ class TapScores:
 
 
 Consumer = Callable[[TokenHead], TapScores]
+
+
+@contextmanager
+def outputs_of(model: nn.Module) -> Iterator[list[Any]]:
+    """
+    Within the context, collect what a model returns, as its wrappers return it.
+
+    FSDP2 and ZeRO-3 prepare the backward pass when a gradient reaches these tensors, so a loss must be made of them,
+    not of what was computed inside.
+    """
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        yield outputs
+    finally:
+        hook.remove()
 
 
 class HeadTap:
@@ -232,6 +250,7 @@ class HeadTap:
         self._temperature = temperature
         self._scale, self._softcap = logit_rules(model.config)
         self._cast_to_fp32 = cast_to_fp32
+        self._weight_dtype: torch.dtype | None = None
         accepted = inspect.signature(type(model).forward).parameters
         self._number_positions = position_ids_from_mask and "position_ids" in accepted
         inner = model.forward
@@ -246,15 +265,30 @@ class HeadTap:
     def head(self, hidden: torch.Tensor) -> TokenHead:
         """The model's output head, as it is now, over hidden states of shape `(..., H)`."""
         lm_head: nn.Module = self.model.get_output_embeddings()
-        device = lm_head.weight.device  # a model split by `device_map` may end on another device than its head
-        dtype = lm_head.weight.dtype
+        return self._head(hidden, lm_head.weight, lm_head.bias)
+
+    def resting_head(self, hidden: torch.Tensor, wrapped: nn.Module) -> TokenHead:
+        """
+        The same outside of a forward, to be kept: what is sharded is gathered into a copy; a collective.
+
+        Args:
+            hidden (`torch.Tensor`): Shape `(..., H)`.
+            wrapped (`torch.nn.Module`): The model with its wrappers.
+        """
+        rest(wrapped)
+        lm_head: nn.Module = self.model.get_output_embeddings()
+        # FSDP2's mixed precision computes in another precision than it keeps.
+        dtype = self._weight_dtype or lm_head.weight.dtype
+        return self._head(hidden, whole(lm_head.weight, dtype), whole(lm_head.bias, dtype))
+
+    def _head(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> TokenHead:
+        device = weight.device  # a model split by `device_map` may end on another device than its head
+        dtype = weight.dtype
         if self._cast_to_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
         elif torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return TokenHead(
-            hidden.to(device), lm_head.weight, lm_head.bias, self._temperature, self._scale, self._softcap, dtype
-        )
+        return TokenHead(hidden.to(device), weight, bias, self._temperature, self._scale, self._softcap, dtype)
 
     def _forward(self, inner, *args, **kwargs):
         mask = kwargs.get("attention_mask")
@@ -278,7 +312,10 @@ class HeadTap:
             kwargs.setdefault("use_cache", False)
             hidden = self.model.base_model(*args, **kwargs).last_hidden_state
             output = FusedCausalLMOutput()
-        scores = self._consumer(self.head(hidden))
+        with gathered(self.model.get_output_embeddings(), self.model):
+            head = self.head(hidden)
+            self._weight_dtype = head.weight.dtype
+            scores = self._consumer(head)
         output["loss"], output["log_probs"], output["entropy"] = scores.loss, scores.log_probs, scores.entropy
         return output
 

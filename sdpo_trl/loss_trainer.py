@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from .batches import take_rows, trim_padding
 from .divergence import DivergenceSpec, bounded_teacher
 from .feedback_trainer import FeedbackTrainer
-from .heads import HeadTap, MixedHead, TapScores, TokenHead, predicting
+from .heads import HeadTap, MixedHead, TapScores, TokenHead, outputs_of, predicting
 from .loss import Normalizer, magnitude_factor, policy_factor, position_weights, token_coefficients
 from .metrics import token_sums
 from .run_state import RunningMean
@@ -55,7 +55,7 @@ class LossTrainer(FeedbackTrainer):
                 policy["old_per_token_logps"] = torch.where(kept, policy["old_per_token_logps"], near)
             return result
 
-        with self._tap.consume(score):
+        with self._tap.consume(score), outputs_of(model) as outputs:
             policy_loss = super()._compute_loss(model, policy)
         sums = self._sums.add_tokens(self._mode, token_sums(scored[0], spec))
         if self.model.training:
@@ -64,7 +64,7 @@ class LossTrainer(FeedbackTrainer):
             self._used_weight = self._weight()
         if self._scales_advantages:
             return policy_loss
-        return policy_loss + self._weight() * self._gain(scored[0], spec) * scored[0].loss
+        return policy_loss + self._weight() * self._gain(scored[0], spec) * outputs[0]["loss"]
 
     @property
     def _scales_advantages(self) -> bool:
@@ -142,7 +142,7 @@ class LossTrainer(FeedbackTrainer):
             values = values.masked_scatter(active, getattr(distilled, name))
             return F.pad(values.masked_scatter(others, getattr(rest, name)), (padding, 0))
 
-        return distilled, TapScores(distilled.loss + rest.loss, place("log_prob"), place("entropy"))
+        return distilled, TapScores(distilled.loss, place("log_prob"), place("entropy"))
 
     def _coefficients(self, inputs: dict[str, Any], active: torch.Tensor) -> torch.Tensor:
         """What each token's divergence counts in the loss, `(B, T)`, as far as it is known before it is scored."""

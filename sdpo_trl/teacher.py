@@ -1,24 +1,19 @@
 """Whose weights the teacher has, and how they move.
 
-A store holds other values for the tensors that train, nothing else: one LoRA adapter's worth with PEFT, one model's
-worth in full fine-tuning. For a teacher's pass they take the place of the student's values inside the very same
-modules, whatever those are (LoRA, DoRA, biases, `modules_to_save`, tied heads), and the student's come back
-afterwards. No second model or adapter exists, so none can reach the optimizer, a weight sync, an export, or a PEFT
-flag.
+A teacher with weights of its own has them in a [`WeightStore`]; no second model or adapter exists.
 
-Knows: modules and tensors. Deliberately does not know: prompts, losses, trainers.
+Knows: modules, stores. Deliberately does not know: prompts, losses, trainers, how parameters are sharded.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .heads import MixedHead, TokenHead
+from .store import WeightStore
 
 Run = Callable[[nn.Module], TokenHead]
 
@@ -34,93 +29,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-class WeightStore:
-    """
-    Other values for the tensors of `model` that train, equal to the student's when it is made.
-
-    Args:
-        model (`torch.nn.Module`): The student, before it is wrapped.
-        high_precision (`bool`): Keep the values in float32 or better, for averages (half precision would stall).
-
-    Raises:
-        `ValueError`: nothing in the model trains.
-    """
-
-    def __init__(self, model: nn.Module, *, high_precision: bool = False) -> None:
-        self._model = model
-        self._values: dict[str, torch.Tensor] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                value = parameter.detach()
-                dtype = torch.promote_types(value.dtype, torch.float32) if high_precision else value.dtype
-                self._values[name] = value.to(dtype, copy=True)
-        if not self._values:
-            raise ValueError("Nothing in the model trains, so there is nothing a teacher could hold.")
-
-    def _pairs(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        parameters = dict(self._model.named_parameters())
-        for name, value in self._values.items():
-            if value.device != parameters[name].device:  # the model was moved after the store was made
-                self._values[name] = value.to(parameters[name].device)
-        return [(parameters[name], value) for name, value in self._values.items()]
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Within, the student's modules compute with the stored values; its own are back afterwards, untouched."""
-        pairs = self._pairs()
-        own = [parameter.data for parameter, _ in pairs]
-        try:
-            for parameter, value in pairs:
-                parameter.data = value.to(parameter.dtype)
-            yield
-        finally:
-            for (parameter, _), data in zip(pairs, own, strict=True):
-                parameter.data = data
-
-    @torch.no_grad()
-    def move(self, rate: float) -> None:
-        """`t <- (1 - rate) t + rate s` for every tensor; `rate = 1` copies the student exactly."""
-        for parameter, value in self._pairs():  # one after the other: no second copy of the model at any time
-            value.lerp_(parameter.detach().to(value.dtype), rate)
-
-    @torch.no_grad()
-    def distance(self) -> float:
-        """`||t - s||_2` over all stored tensors."""
-        norms = [torch.linalg.vector_norm(value - parameter.detach()) for parameter, value in self._pairs()]
-        return torch.stack([norm.float().cpu() for norm in norms]).norm().item()
-
-    def save(self, path: Path) -> None:
-        """Write the values to one safetensors file, complete or not at all."""
-        partial = path.with_suffix(".partial")
-        save_file({name: value.contiguous() for name, value in self._values.items()}, partial)
-        partial.replace(path)
-
-    def load(self, path: Path) -> None:
-        """
-        Read the values back.
-
-        Raises:
-            `FileNotFoundError`: the checkpoint has no such file.
-            `ValueError`: the file holds other tensors than the model trains now.
-        """
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"The checkpoint lacks {path.name}, so it was written without this teacher (another "
-                "`teacher_model_kind`, `save_only_model=True`, or another trainer). Resume with the settings it was "
-                "written with, or start a "
-                f"new run from its weights by passing {str(path.parent)!r} as the model."
-            )
-        saved = load_file(path)
-        differing = sorted(saved.keys() ^ self._values.keys())
-        if differing:
-            raise ValueError(
-                f"{path} holds other tensors than the model trains now, first {differing[0]!r}. Resume with the model "
-                "and adapter settings that wrote the checkpoint."
-            )
-        for name, value in self._values.items():
-            value.copy_(saved[name])
 
 
 class Teacher:
@@ -242,7 +150,11 @@ class TrustRegionTeacher(StoredTeacher):
 
 
 def build_teacher(
-    model: nn.Module, args: Any, stores: dict[str, WeightStore], gate: Callable[[], bool] | None = None
+    model: nn.Module,
+    args: Any,
+    stores: dict[str, WeightStore],
+    make_store: Callable[..., WeightStore],
+    gate: Callable[[], bool] | None = None,
 ) -> Teacher:
     """
     The self-teacher that `args.teacher_model_kind` names; at this moment it equals the student exactly.
@@ -252,6 +164,7 @@ def build_teacher(
         args ([`SDPOConfig`]): Kind, rate, cadence and mix.
         stores (`dict[str, WeightStore]`): Holds `"initial_policy"` for the kinds that need it; a store of the
             teacher's own is added under `"teacher"`.
+        make_store (`Callable`): [`WeightStore`] with where and when it keeps values already decided.
         gate (`Callable`, *optional*): Of a snapshot, see [`StoredTeacher`].
     """
     kind = args.teacher_model_kind
@@ -261,6 +174,6 @@ def build_teacher(
         return TrustRegionTeacher(model, stores["initial_policy"], args.teacher_mix)
     if kind == "base":
         return StoredTeacher(model, stores["initial_policy"])
-    stores["teacher"] = WeightStore(model, high_precision=kind == "ema")
+    stores["teacher"] = make_store(model, high_precision=kind == "ema")
     rate = args.teacher_update_rate if kind == "ema" else 1.0
     return StoredTeacher(model, stores["teacher"], rate, args.teacher_sync_steps, gate)

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from .batches import vision_inputs
 from .heads import HeadTap, MixedHead, TokenHead
 from .scores import head_entropy
+from .shards import whole_shape
 from .teacher import Teacher, TrustRegionTeacher
 
 logger = logging.getLogger(__name__)
@@ -148,11 +149,16 @@ class TeacherPass:
         chunks = int(trainer.accelerator.gather(chunks.reshape(1)).max())  # as many forwards on every process
         made: list[torch.Tensor] = []
         weighs = trainer.args.token_weighting == "teacher_entropy"
+
+        def run(model: torch.nn.Module) -> TokenHead:
+            hidden = self._hidden(model, output, filled)
+            return self._tap.resting_head(hidden, model) if weighs else self._tap.head(hidden)
+
         entropies: list[torch.Tensor] = []
         for index in range(chunks):
             chosen = rows[index * size : (index + 1) * size]
             filled = chosen if chosen.numel() else rows.new_zeros(1)
-            head = self._teacher.head(lambda model, filled=filled: self._tap.head(self._hidden(model, output, filled)))
+            head = self._teacher.head(run)
             made.append(head.hidden[: chosen.numel()])
             if weighs:
                 entropies.append(self._entropies(head, active[chosen]))
@@ -171,7 +177,8 @@ class TeacherPass:
 
     def _entropies(self, head: TokenHead, active: torch.Tensor) -> torch.Tensor:
         """Of the active tokens of the first rows of a head, over the items that the student has too."""
-        shared = min(head.vocab_size, self._trainer._tap.model.get_output_embeddings().weight.size(0))
+        student = self._trainer._tap.model.get_output_embeddings().weight
+        shared = min(head.vocab_size, whole_shape(student)[0])
         return head_entropy(replace(head, hidden=head.hidden[: active.size(0)][active]), shared)
 
     def _weights(self, entropies: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
@@ -205,8 +212,10 @@ class TeacherPass:
         def run(model: torch.nn.Module) -> TokenHead:
             with self._trainer.accelerator.autocast():
                 if cached is not None:
-                    return self._tap.head(cached[active.to(cached.device)].to(active.device))
-                return self._tap.head(self._hidden(model, inputs, rows)[active[rows]])
+                    hidden = cached[active.to(cached.device)].to(active.device)
+                else:
+                    hidden = self._hidden(model, inputs, rows)[active[rows]]
+                return self._tap.resting_head(hidden, model)
 
         return self._teacher.head(run)
 

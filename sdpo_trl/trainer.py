@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -18,7 +19,9 @@ from .health import HealthMonitor
 from .loss_trainer import LossTrainer
 from .metrics import MetricSums
 from .run_state import RunningMean, SnapshotGate, SuccessBuffer
-from .teacher import Teacher, WeightStore, build_teacher
+from .shards import check_sharding, whole_shape
+from .store import WeightStore
+from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
@@ -52,6 +55,7 @@ class SDPOTrainer(LossTrainer):
 
     Raises:
         `TypeError`, `ValueError`: options that contradict each other, or a model with nothing to train.
+        `NotImplementedError`: FSDP1, or forms of ZeRO-3 whose weights a teacher's could not replace.
     """
 
     _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
@@ -99,11 +103,7 @@ class SDPOTrainer(LossTrainer):
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
-        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and args.deepspeed_plugin.zero_stage == 3):
-            raise NotImplementedError(
-                "SDPO does not run with sharded parameters (FSDP, ZeRO-3) yet: a teacher's weights could not be "
-                "swapped in. Use DDP or ZeRO-2, or `distillation_weight=0`."
-            )
+        check_sharding(self.accelerator.state)
         if args.success_reward_func is not None and args.success_reward_func not in self.reward_func_names:
             raise ValueError(
                 f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
@@ -123,11 +123,15 @@ class SDPOTrainer(LossTrainer):
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()
+        # DeepSpeed and FSDP change the parameters' layout and precision when training begins.
+        make_store = partial(
+            WeightStore, offload=args.teacher_offload, deferred=self.is_deepspeed_enabled or self.is_fsdp_enabled
+        )
         if self._anchors or (teacher_model is None and args.teacher_model_kind in ("base", "trust_region")):
-            self._stores["initial_policy"] = WeightStore(self.model)
+            self._stores["initial_policy"] = make_store(self.model)
         if teacher_model is None:
             gate = None if self._gate is None else self._gate.opens
-            self._teacher = build_teacher(self.model, args, self._stores, gate)
+            self._teacher = build_teacher(self.model, args, self._stores, make_store, gate)
         else:
             self._teacher, teacher_tap = self._external_teacher(teacher_model)
         once = self._teacher.rests_within(
@@ -137,7 +141,7 @@ class SDPOTrainer(LossTrainer):
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
         self._prompt_builder = TeacherPromptBuilder(self)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
-        self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
+        self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (

@@ -32,6 +32,7 @@ EXPECTED = {
     "Trainer._save_optimizer_and_scheduler": "99a0de2f24536135",
     "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
     "Trainer.save_model": "0ea4ba18a261c6c7",
+    "Trainer.push_to_hub": "725529267e92cc52",
     "_BaseTrainer.create_model_card": "2845ed823c4df45c",
     "add_fused_lm_head": "27301e73e4ace4f2",
     "shuffle_sequence_dict": "03c0043ab5aba2fe",

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sdpo_trl.divergence import safe_log_softmax
-from sdpo_trl.teacher import WeightStore
+from sdpo_trl.store import WeightStore
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
