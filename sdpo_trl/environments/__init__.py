@@ -1,0 +1,40 @@
+"""Tasks that grade themselves: programs run in a sandbox, answers read and compared, failures turned into feedback.
+
+Imports the core and is imported by nothing in it; what is heavy is imported when it is asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .code_data import code_rows, load_code, own_problems
+    from .code_reward import CodeReward
+    from .graders import ChoiceReward, MathReward, ToolUseReward
+    from .llm_feedback import LLMFeedback
+    from .pool import SandboxPool
+    from .sandbox import Limits, Program, Run, Sandbox, SandboxError, SandboxUnavailable
+
+_HOME = {
+    "code_rows": "code_data", "load_code": "code_data", "own_problems": "code_data",
+    "CodeReward": "code_reward",
+    "ChoiceReward": "graders", "MathReward": "graders", "ToolUseReward": "graders",
+    "LLMFeedback": "llm_feedback",
+    "SandboxPool": "pool",
+    "Limits": "sandbox", "Program": "sandbox", "Run": "sandbox", "Sandbox": "sandbox",
+    "SandboxError": "sandbox", "SandboxUnavailable": "sandbox",
+}  # fmt: skip
+__all__ = [
+    "ChoiceReward", "CodeReward", "LLMFeedback", "Limits", "MathReward", "Program", "Run", "Sandbox", "SandboxError",
+    "SandboxPool", "SandboxUnavailable", "ToolUseReward", "code_rows", "load_code", "own_problems",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Each name is imported with its module when it is asked for: graders need no sandbox, the sandbox no datasets."""
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
