@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .code_data import code_rows, load_code, own_problems
+    from .code_data import code_row, load_code, own_problems
     from .code_reward import CodeReward
     from .graders import ChoiceReward, MathReward, ToolUseReward
     from .llm_feedback import LLMFeedback
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .sandbox import Limits, Program, Run, Sandbox, SandboxError, SandboxUnavailable
 
 _HOME = {
-    "code_rows": "code_data", "load_code": "code_data", "own_problems": "code_data",
+    "code_row": "code_data", "load_code": "code_data", "own_problems": "code_data",
     "CodeReward": "code_reward",
     "ChoiceReward": "graders", "MathReward": "graders", "ToolUseReward": "graders",
     "LLMFeedback": "llm_feedback",
@@ -25,7 +25,7 @@ _HOME = {
 }  # fmt: skip
 __all__ = [
     "ChoiceReward", "CodeReward", "LLMFeedback", "Limits", "MathReward", "Program", "Run", "Sandbox", "SandboxError",
-    "SandboxPool", "SandboxUnavailable", "ToolUseReward", "code_rows", "load_code", "own_problems",
+    "SandboxPool", "SandboxUnavailable", "ToolUseReward", "code_row", "load_code", "own_problems",
 ]  # fmt: skip
 
 

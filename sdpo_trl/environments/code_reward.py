@@ -18,7 +18,7 @@ class CodeReward:
     """
     A reward function for [`SDPOTrainer`] and `GRPOTrainer`: tests passed by the program in the last fenced block.
 
-    The dataset's columns (see [`code_rows`][sdpo_trl.environments.code_data.code_rows]):
+    The dataset's columns (see [`code_data.code_row`]):
 
     - `public_tests`: tests whose failure the feedback shows, as JSON text (or a list) of `{"input", "output"}`;
     - `hidden_tests` (optional): tests that count and of which no input, output or message ever leaves the grader;

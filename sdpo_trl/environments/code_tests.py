@@ -76,7 +76,7 @@ def read_tests(tests: str | Sequence[Any] | None) -> list[CodeTest]:
             else CodeTest(row["input"], row["output"], bool(row.get("wrapped", False)))
             for row in rows
         ]
-    except (json.JSONDecodeError, KeyError, AttributeError) as error:
+    except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
             'Tests must be a list of {"input": ..., "output": ...}, or such a list as JSON text; got '
             f"{str(tests)[:120]!r} ({type(error).__name__}: {error})."

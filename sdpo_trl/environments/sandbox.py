@@ -6,6 +6,7 @@ back output; whoever compares it does so outside, so a program that wants to be 
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -189,12 +190,12 @@ class Sandbox:
         prelude = (paths + program.prelude).encode("utf-8", "surrogatepass")
         code = program.code.encode("utf-8", "surrogatepass")
         rest = program.stdin if program.function is None else json.dumps(list(program.arguments))
-        # As whole seconds, rounded up: the kernel knows no others. `_verdict` applies the exact limit.
-        cpu = max(1, -(-limits.cpu_seconds // 1))
+        # The parent applies the limit; the kernel's own is for the case that the parent is gone, and for descendants.
+        cpu = 2 + 2 * math.ceil(limits.cpu_seconds)
         # Without a sandbox the kernel counts all tasks of the user, of which there may be many already.
         tasks = 0 if self.unsafe else limits.tasks
         numbers = [
-            len(prelude), len(code), limits.memory_bytes // limits.processes, int(cpu), limits.disk_bytes,
+            len(prelude), len(code), limits.memory_bytes // limits.processes, cpu, limits.disk_bytes,
             limits.files, tasks,
         ]  # fmt: skip
         mode = "script" if program.function is None else "call"
@@ -220,22 +221,28 @@ class Sandbox:
                 process = _start(line, "/", "/tmp", (filter_fd, write_info))
             finally:
                 os.close(write_info)
-            watch = Supervisor(self.limits.wall_seconds, self.limits.output_bytes, self.limits.inodes, stop)
+            watch = Supervisor(
+                self.limits.wall_seconds, self.limits.cpu_seconds, self.limits.output_bytes, self.limits.inodes, stop
+            )
             return watch.run(process, data, read_info)
 
     def _unsafe(self, data: bytes, arguments: list[str], stop: threading.Event | None) -> Watched:
         with tempfile.TemporaryDirectory(prefix="sdpo-unsafe-", ignore_cleanup_errors=True) as folder:
             process = _start([self.python, "-S", "-s", "-c", _CHILD, *arguments], folder, folder, ())
-            return Supervisor(self.limits.wall_seconds, self.limits.output_bytes, None, stop).run(process, data)
+            return Supervisor(
+                self.limits.wall_seconds, self.limits.cpu_seconds, self.limits.output_bytes, None, stop
+            ).run(process, data)
 
     def _verdict(self, watched: Watched) -> Run:
         error = watched.err.decode("utf-8", "replace")
         killed = watched.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
         status: Status
         if watched.ending != "exit":
-            status = {"wall": "time", "output": "output", "files": "files", "stop": "stopped"}[watched.ending]
-        elif watched.cpu_seconds >= self.limits.cpu_seconds - 0.1 * killed:
-            status = "time"  # the kernel kills by a coarser clock than it reports
+            status = {"wall": "time", "cpu": "time", "output": "output", "files": "files", "stop": "stopped"}[
+                watched.ending
+            ]
+        elif watched.cpu_seconds >= self.limits.cpu_seconds:
+            status = "time"
         elif killed or error.rstrip().rpartition("\n")[2].startswith("MemoryError"):
             status = "memory"  # the kernel's killer for want of memory, or an allocation beyond the limit
         else:

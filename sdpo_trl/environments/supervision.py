@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 POLL_SECONDS = 0.05  # how often the watch looks, and how late a deadline or a stop may be noticed
-Ending = Literal["exit", "wall", "output", "files", "stop"]
+Ending = Literal["exit", "wall", "cpu", "output", "files", "stop"]
 
 
 @dataclass
@@ -46,6 +46,8 @@ class Supervisor:
 
     Args:
         wall (`float`): Seconds after which everything is killed.
+        cpu (`float`): CPU seconds of the program after which it is killed. The kernel's own limit counts whole ticks,
+            so that on a busy machine it comes at anything from half to twice the time.
         output_bytes (`int`): Standard output and error together; more kills.
         inodes (`int`, *optional*): Files that may exist in the child's `/tmp`, a memory file system of its own; more
             kills. A size limits the bytes in such a file system but not the kernel's memory for its names.
@@ -53,9 +55,15 @@ class Supervisor:
     """
 
     def __init__(
-        self, wall: float, output_bytes: int, inodes: int | None = None, stop: threading.Event | None = None
+        self,
+        wall: float,
+        cpu: float,
+        output_bytes: int,
+        inodes: int | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self.wall = wall
+        self.cpu = cpu
         self.output_bytes = output_bytes
         self.inodes = inodes
         self.stop = stop
@@ -110,6 +118,8 @@ class Supervisor:
                         next_look = now + POLL_SECONDS
                         if self._too_many_files():
                             return "files"
+                        if _cpu_seconds(self._inner or process.pid) >= self.cpu:
+                            return "cpu"
                     ready = selector.select(min(POLL_SECONDS, deadline - now))
                     for key, _ in ready:
                         if key.data == "in":
@@ -182,12 +192,23 @@ def _inner_process(info: int, deadline: float) -> int | None:
     return json.loads(text)["child-pid"]
 
 
-def _parent(pid: int) -> int | None:
+def _state(pid: int) -> list[bytes]:
+    """The fields of `/proc/PID/stat` from the third on (see proc(5)); empty if there is no such process any more."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
+            return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return None
+        return []
+
+
+def _parent(pid: int) -> int | None:
+    state = _state(pid)
+    return int(state[1]) if state else None
+
+
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process, its threads, and the children that it has waited for."""
+    return sum(map(int, _state(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _write(selector: selectors.BaseSelector, process: subprocess.Popen, view: memoryview, sent: int) -> int:
