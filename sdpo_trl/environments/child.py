@@ -23,7 +23,7 @@ def set_limits(memory, cpu, disk, files, tasks):
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NOFILE, files),
         (resource.RLIMIT_NPROC, tasks),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 would still start a crash handler of the host, where it has one; 1 does not
     ]
     for kind, value in wanted:
         if kind == resource.RLIMIT_NPROC and not value:
@@ -31,6 +31,15 @@ def set_limits(memory, cpu, disk, files, tasks):
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
+
+
+def offer_to_the_oom_killer():
+    """If the machine runs out of memory, the program goes before the trainer."""
+    try:
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+    except PermissionError:  # refused where the container sets a higher least value: then it is offered already
+        return
 
 
 def read_exactly(size):
@@ -83,6 +92,7 @@ def main():
         if int(descriptor) > 2:
             # The pipe that told the process id; the one that listed them is closed already.
             os.closerange(int(descriptor), int(descriptor) + 1)
+    offer_to_the_oom_killer()
     set_limits(*[int(number) for number in sys.argv[4:9]])
     # The sandbox stands: whatever fails from here is the program's. The parent sends nothing before it has read this,
     # so if it dies earlier, when its death is not yet a signal to this process, there is nothing to run.

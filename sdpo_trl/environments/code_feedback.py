@@ -24,13 +24,12 @@ _SAYS: dict[Kind, str] = {
 }
 
 
+_ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+
+
 def printable(text: str) -> str:
     """`text` as any tokenizer and file takes it: control characters and lone surrogates become escapes."""
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\r\n", "\n")
-    return "".join(
-        char if char in "\n\t" or not (ord(char) < 32 or 127 <= ord(char) < 160) else f"\\x{ord(char):02x}"
-        for char in text
-    )
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\r\n", "\n").translate(_ESCAPES)
 
 
 def cut(text: str, characters: int, tail_share: float = 0.3) -> str:

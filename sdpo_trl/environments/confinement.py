@@ -110,10 +110,10 @@ def command(
     """
     The command line up to the interpreter.
 
-    Nothing of the host is visible but `/usr`, the interpreter's own folder and `read_only`, all read-only. `/tmp` is
-    an empty memory file system of `disk_bytes`, the rest cannot be written to. New user, process, network, IPC and UTS
-    namespaces. Process 1 is the program, so all that it started dies with it; it dies with bubblewrap, and bubblewrap
-    with the thread that started it.
+    Nothing of the host is visible but `/usr`, the interpreter's own `bin` and `lib`, and `read_only`, all read-only.
+    `/tmp` is an empty memory file system of `disk_bytes`, the rest cannot be written to. New user, process, network,
+    IPC and UTS namespaces. Process 1 is the program, so all that it started dies with it; it dies with bubblewrap, and
+    bubblewrap with the thread that started it.
 
     Args:
         bwrap (`str`): Path of bubblewrap.
@@ -123,9 +123,11 @@ def command(
         filter_fd (`int`): File descriptor with the system-call filter.
         info_fd (`int`): File descriptor to which bubblewrap writes the process id, as JSON.
     """
-    shown = dict.fromkeys([str(Path(python).parent.parent), *(os.path.realpath(folder) for folder in read_only)])
-    folders = [folder for folder in shown if not Path(folder).is_relative_to("/usr")]
-    closed = [] if os.geteuid() else [folder for folder in folders if _closed(folder)]
+    # Of the interpreter's prefix only what it needs: `~/.local`, for one, holds more than Python.
+    prefix = str(Path(python).parent.parent)
+    roots = dict.fromkeys([prefix, *(os.path.realpath(folder) for folder in read_only)])
+    roots = [root for root in roots if not Path(root).is_relative_to("/usr")]
+    closed = [] if os.geteuid() else [root for root in roots if _closed(root)]
 
     line = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--ro-bind", "/usr", "/usr"]
@@ -137,8 +139,11 @@ def command(
             line += ["--ro-bind", folder, folder]
     if os.path.exists("/etc/ld.so.cache"):
         line += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    for folder in folders:
-        line += ["--ro-bind", f"/mnt/{closed.index(folder)}" if folder in closed else folder, folder]
+    for root in roots:
+        source = f"/mnt/{closed.index(root)}" if root in closed else root
+        for part in ("/bin", "/lib", "/lib64") if root == prefix else ("",):
+            if os.path.isdir(root + part):
+                line += ["--ro-bind", source + part, root + part]
     line += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp"]
     line += ["--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--", python]
     if os.geteuid():

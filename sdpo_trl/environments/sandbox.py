@@ -43,7 +43,8 @@ class Limits:
     What one run may use.
 
     Memory in total is at most `memory_bytes + disk_bytes`: each of `processes` may map an equal part of `memory_bytes`
-    (virtual memory, as the kernel limits no other), and files lie in memory.
+    (virtual memory, as the kernel limits no other), files lie in memory, and what else could hold memory is refused.
+    (The kernel's buffers of 64 open files come to some megabytes more.)
 
     Args:
         cpu_seconds (`float`): CPU time of a process, start-up (about 0.02 s) included. LiveCodeBench gives 6 s.
@@ -53,9 +54,9 @@ class Limits:
         disk_bytes (`int`): Size of the temporary folder, and of the largest file.
         inodes (`int`): Files and folders in the temporary folder.
         files (`int`): Open files.
-        processes (`int`): 1: the program may start threads but no processes. More: the number is bounded by `tasks`,
-            and the memory of each is `memory_bytes // processes`.
-        tasks (`int`): Threads and processes together. (Linux before 5.14 counts all tasks of the user here.)
+        processes (`int`): 1: the program may start threads but no processes. More: so many processes and threads
+            together, each process with `memory_bytes // processes`.
+        tasks (`int`): Threads, where there is one process. (Linux before 5.14 counts all tasks of the user here.)
         output_bytes (`int`): Standard output and standard error together.
     """
 
@@ -73,8 +74,6 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise ValueError(f"`{name}` must be above 0, got {value!r}.")
-        if self.processes > self.tasks:
-            raise ValueError(f"`processes` ({self.processes}) must not exceed `tasks` ({self.tasks}).")
 
 
 @dataclass(frozen=True)
@@ -186,14 +185,18 @@ class Sandbox:
     def _request(self, program: Program) -> tuple[bytes, list[str]]:
         """Standard input and arguments of child.py."""
         limits = self.limits
-        paths = f"import sys; sys.path += {list(self.read_only)!r}\n" if self.read_only else ""
+        paths = (
+            f"import sys; sys.path += {[os.path.realpath(folder) for folder in self.read_only]!r}\n"
+            if self.read_only
+            else ""
+        )
         prelude = (paths + program.prelude).encode("utf-8", "surrogatepass")
         code = program.code.encode("utf-8", "surrogatepass")
         rest = program.stdin if program.function is None else json.dumps(list(program.arguments))
         # The parent applies the limit; the kernel's own is for the case that the parent is gone, and for descendants.
         cpu = 2 + 2 * math.ceil(limits.cpu_seconds)
         # Without a sandbox the kernel counts all tasks of the user, of which there may be many already.
-        tasks = 0 if self.unsafe else limits.tasks
+        tasks = 0 if self.unsafe else limits.tasks if limits.processes == 1 else limits.processes
         numbers = [
             len(prelude), len(code), limits.memory_bytes // limits.processes, cpu, limits.disk_bytes,
             limits.files, tasks,
