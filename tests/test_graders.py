@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sdpo_trl.environments.graders import ChoiceReward, MathReward, ToolUseReward, boxed
+from sdpo_trl.environments.graders import ChoiceReward, ToolUseReward
+from sdpo_trl.environments.math_grader import MathReward, boxed
 
 ROWS = Path("/work/shared/data")
 needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason=f"the task rows are not in {ROWS}")
@@ -239,3 +240,22 @@ def test_without_math_verify_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install 'sdpo-trl\[math\]'"):
         MathReward()
+
+
+def test_the_package_imports_what_is_asked_for_alone():
+    """A grader needs no sandbox and no client library, and the core imports none of this."""
+    import subprocess
+    import sys
+
+    from conftest import ROOT
+
+    code = (
+        "import sys, sdpo_trl\n"
+        "assert not [name for name in sys.modules if 'environments' in name]\n"
+        "from sdpo_trl.environments import ChoiceReward\n"
+        "heavy = {'openai', 'math_verify', 'datasets', 'trl', 'transformers', 'sdpo_trl.environments.sandbox'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "import sdpo_trl.environments as e\n"
+        "assert all(getattr(e, name) for name in e.__all__)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

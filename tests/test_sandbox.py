@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -380,6 +381,36 @@ def test_new_namespaces_mounts_and_tracing_are_refused(sandbox):
     status = run(sandbox, "print(open('/proc/self/status').read())").stdout
     assert "NoNewPrivs:\t1" in status and "Seccomp:\t2" in status
     assert all(f"{name}:\t0000000000000000" in status for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb", "CapInh"))
+
+
+@needs_bwrap
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers and the machine code are those of x86-64")
+def test_limits_cannot_be_raised_nor_the_filter_dodged(sandbox):
+    code = """
+        import ctypes, mmap, resource
+        for kind in ("AS", "CPU", "FSIZE", "NOFILE", "NPROC", "CORE"):
+            number = getattr(resource, "RLIMIT_" + kind)
+            soft, hard = resource.getrlimit(number)
+            try:
+                resource.setrlimit(number, (hard + 1, hard + 1))
+                print("raised", kind)
+            except (ValueError, OSError):
+                print(soft == hard)
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.syscall(425, 8, None), ctypes.get_errno())  # io_uring_setup
+        print(libc.syscall(435, None, 0), ctypes.get_errno())  # clone3
+        print(libc.syscall(41 | 0x40000000, 2, 1, 0), ctypes.get_errno())  # socket, by its x32 number
+        print("before", flush=True)
+        # mov eax, 359 (socket, by its 32-bit number); int 0x80; ret
+        page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        page.write(bytes.fromhex("b867010000cd80c3"))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        ctypes.CFUNCTYPE(ctypes.c_int)(address)()
+        print("after", flush=True)
+    """
+    ended = run(sandbox, code)
+    assert ended.stdout.split("\n") == [*["True"] * 6, "-1 1", "-1 38", "-1 38", "before", ""]
+    assert ended.status == "error" and ended.exit_code in (-31, 128 + 31)  # SIGSYS
 
 
 FORGERIES = {

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .code_data import code_row, load_code, own_problems
     from .code_reward import CodeReward
-    from .graders import ChoiceReward, MathReward, ToolUseReward
+    from .graders import ChoiceReward, ToolUseReward
     from .llm_feedback import LLMFeedback
+    from .math_grader import MathReward
     from .pool import SandboxPool
-    from .sandbox import Limits, Program, Run, Sandbox, SandboxError, SandboxUnavailable
+    from .program import Limits, Program, Run
+    from .sandbox import Sandbox, SandboxError, SandboxUnavailable
 
 _HOME = {
     "code_row": "code_data", "load_code": "code_data", "own_problems": "code_data",
     "CodeReward": "code_reward",
-    "ChoiceReward": "graders", "MathReward": "graders", "ToolUseReward": "graders",
+    "ChoiceReward": "graders", "MathReward": "math_grader", "ToolUseReward": "graders",
     "LLMFeedback": "llm_feedback",
     "SandboxPool": "pool",
-    "Limits": "sandbox", "Program": "sandbox", "Run": "sandbox", "Sandbox": "sandbox",
+    "Limits": "program", "Program": "program", "Run": "program", "Sandbox": "sandbox",
     "SandboxError": "sandbox", "SandboxUnavailable": "sandbox",
 }  # fmt: skip
 __all__ = [

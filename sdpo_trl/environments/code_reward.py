@@ -11,7 +11,8 @@ from .answers import answer_text, extract_code
 from .code_feedback import NO_CODE, feedback_text
 from .code_tests import CodeTest, Verdict, judge, read_tests
 from .pool import SandboxPool
-from .sandbox import Program, Run, Sandbox
+from .program import Program, Run
+from .sandbox import Sandbox
 
 
 class CodeReward:

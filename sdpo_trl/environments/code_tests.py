@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .answers import same_output, same_value
-from .sandbox import Program, Run
+from .program import Program, Run
 
 Kind = Literal["wrong", "error", "time", "memory", "output", "files", "no result"]
 

@@ -1,4 +1,4 @@
-"""Answers that are read rather than run: multiple choice, tool use, mathematics.
+"""Answers that are read rather than run: multiple choice and tool use (mathematics: math_grader.py).
 
 Knows: the format that each task asks for, how to compare, what to say about a failure. Deliberately does not know:
 trainers, models. Each grader is a reward function with feedback: what is wrong with the format, else that the answer
@@ -7,18 +7,16 @@ is wrong; the right answer is in the text only with `show_answer`.
 
 import json
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..reprompt import Prompt
 from .answers import answer_text, without_thinking
 from .code_feedback import cut, printable
 
-_QUOTED = 200  # characters of the answer that a feedback text repeats
+QUOTED = 200  # characters of the answer that a feedback text repeats
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Grade:
     feedback: str | None = None
 
 
-class _Grader:
+class Grader:
     """What the graders share: TRL's reward-function protocol around `grade(text, answer)`."""
 
     name: str
@@ -67,12 +65,13 @@ class _Grader:
             log_metric(f"{self.name}/well_formed", sum(grade.well_formed for grade in grades) / len(grades))
         return [float(grade.right) for grade in grades]
 
-    def _failed(self, well_formed: bool, problem: str, answer: str) -> Grade:
+    def failed(self, well_formed: bool, problem: str, answer: str) -> Grade:
+        """A wrong answer; the right one goes into the text with `show_answer` alone."""
         shown = f" The right answer is {answer}." if self.show_answer else ""
         return Grade(False, well_formed, printable(problem + shown))
 
 
-class ChoiceReward(_Grader):
+class ChoiceReward(Grader):
     """
     Multiple choice: one letter, alone, in one `<answer>` tag (paper, section 3: SciKnowEval).
 
@@ -119,8 +118,8 @@ class ChoiceReward(_Grader):
             raise ValueError(f"The dataset's answer must be one of {', '.join(self.letters)}, got {answer!r}.")
         letter, problem = self._read(text)
         if letter is None:
-            return self._failed(False, f"{problem} {self._ask}", answer)
-        return Grade(True, True) if letter == answer else self._failed(True, f"Your answer {letter} is wrong.", answer)
+            return self.failed(False, f"{problem} {self._ask}", answer)
+        return Grade(True, True) if letter == answer else self.failed(True, f"Your answer {letter} is wrong.", answer)
 
 
 _ACTION = re.compile(r"^[ \t]*Action:[ \t]*(.*)$", re.MULTILINE)
@@ -131,7 +130,7 @@ _TOOL_FORMAT = (
 )
 
 
-class ToolUseReward(_Grader):
+class ToolUseReward(Grader):
     """
     Tool use in the format `Action: NAME` / `Action Input: {JSON}` (paper, section 3: ToolAlpaca).
 
@@ -191,7 +190,7 @@ class ToolUseReward(_Grader):
         expected = self._expected(answer)
         actions, problem = self._read(text)
         if problem:
-            return self._failed(False, f"{problem} {_TOOL_FORMAT}", answer)
+            return self.failed(False, f"{problem} {_TOOL_FORMAT}", answer)
         problems = []
         given, wanted = Counter(name for name, _ in actions), Counter(name for name, _ in expected)
         if given - wanted:
@@ -201,10 +200,10 @@ class ToolUseReward(_Grader):
         had, needed = _inputs(actions), _inputs(expected)
         if had - needed:
             wrong = (f"{key} = {value}" for key, value in sorted((had - needed).elements()))
-            problems.append(f"Wrong inputs: {cut('; '.join(wrong), _QUOTED)}.")
+            problems.append(f"Wrong inputs: {cut('; '.join(wrong), QUOTED)}.")
         if sum((needed - had).values()) > sum((had - needed).values()):
             problems.append("An input is missing.")
-        return self._failed(True, " ".join(problems), answer) if problems else Grade(True, True)
+        return self.failed(True, " ".join(problems), answer) if problems else Grade(True, True)
 
 
 def _inputs(actions: Sequence[tuple[str, dict[str, Any]]]) -> Counter[tuple[str, str]]:
@@ -212,83 +211,3 @@ def _inputs(actions: Sequence[tuple[str, dict[str, Any]]]) -> Counter[tuple[str,
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     return Counter((key, json.dumps(plain(v), sort_keys=True)) for _, values in actions for key, v in values.items())
-
-
-class MathReward(_Grader):
-    r"""
-    Mathematics: the last `\boxed{...}` against the right answer, by `math-verify` (an extra: `sdpo-trl[math]`).
-
-    The column `answer` holds the right answer as LaTeX, with or without dollar signs or a box.
-
-    Args:
-        show_answer (`bool`): Put the right answer into the feedback.
-        timeout_seconds (`int`): For reading and for comparing one answer each. An answer such as `9^{9^{9^9}}` meets
-            it and is wrong. It uses an alarm, so rewards must be computed in the main thread, as TRL does.
-
-    Raises:
-        `ImportError`: math-verify is missing.
-    """
-
-    name = "math"
-
-    def __init__(self, show_answer: bool = False, timeout_seconds: int = 5) -> None:
-        super().__init__(show_answer)
-        if timeout_seconds < 1:
-            raise ValueError(f"`timeout_seconds` must be at least 1, got {timeout_seconds}.")
-        self.timeout_seconds = timeout_seconds
-        self._known: dict[str, list[Any]] = {}
-        _ = self._library
-
-    @cached_property
-    def _library(self) -> Any:
-        try:
-            import math_verify
-        except ImportError as error:
-            raise ImportError(
-                "MathReward compares answers with math-verify, which is not installed: `pip install 'sdpo-trl[math]'`."
-            ) from error
-        return math_verify
-
-    def _parse(self, latex: str) -> list[Any]:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("MathReward limits its time with an alarm, which works in the main thread alone.")
-        return self._library.parse(f"\\boxed{{{latex}}}", parsing_timeout=self.timeout_seconds)
-
-    def _right(self, answer: str) -> list[Any]:
-        if answer not in self._known:
-            self._known[answer] = self._parse(boxed(answer) or answer.strip().strip("$"))
-            if not self._known[answer]:
-                raise ValueError(f"math-verify cannot read the dataset's answer {answer!r:.120}. Drop such rows.")
-        return self._known[answer]
-
-    def grade(self, text: str, answer: str) -> Grade:
-        """
-        Judge one answer.
-
-        Raises:
-            `ValueError`: the dataset's answer cannot be read.
-        """
-        right, content = self._right(answer), boxed(text)
-        if content is None:
-            return self._failed(False, r"There is no \boxed{...}. Write your final answer in one.", answer)
-        read = self._parse(content)
-        if not read:
-            problem = rf"\boxed{{{cut(content, _QUOTED)}}} cannot be read as mathematics."
-            return self._failed(False, problem, answer)
-        # The right answer comes first: the comparison is not symmetric.
-        if self._library.verify(right, read, timeout_seconds=self.timeout_seconds):
-            return Grade(True, True)
-        return self._failed(True, f"Your answer {cut(content, _QUOTED)} is wrong.", answer)
-
-
-def boxed(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` holds, braces in it balanced; `None` if there is none or it is empty."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : index].strip() or None
-        start = text.rfind("\\boxed{", 0, start)
-    return None

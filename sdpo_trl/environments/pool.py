@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from tqdm.auto import tqdm
 
-from .sandbox import Program, Run, Sandbox
+from .program import Program, Run
+from .sandbox import Sandbox
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -18,14 +18,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 from .confinement import base_python, command, system_call_filter
-from .supervision import Supervisor, Watched
+from .program import Limits, Program, Run, Status
+from .supervision import Ending, Supervisor, Watched
 
-Status = Literal["ok", "error", "time", "memory", "output", "files", "stopped"]
 _READY = b"\x06"  # written by child.py before the program starts
 _CHILD = Path(__file__).with_name("child.py").read_text(encoding="utf-8")
+_STATUS_OF_ENDING: dict[Ending, Status] = {
+    "wall": "time",
+    "cpu": "time",
+    "output": "output",
+    "files": "files",
+    "stop": "stopped",
+}
 INSTALL = "Install it: `apt-get install bubblewrap` (Debian, Ubuntu) or `dnf install bubblewrap` (Fedora)."
 
 
@@ -35,88 +41,6 @@ class SandboxUnavailable(RuntimeError):
 
 class SandboxError(RuntimeError):
     """The sandbox failed before the program started; this says nothing about the program."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """
-    What one run may use.
-
-    Memory in total is at most `memory_bytes + disk_bytes`: each of `processes` may map an equal part of `memory_bytes`
-    (virtual memory, as the kernel limits no other), files lie in memory, and what else could hold memory is refused.
-    (The kernel's buffers of 64 open files come to some megabytes more.)
-
-    Args:
-        cpu_seconds (`float`): CPU time of a process, start-up (about 0.02 s) included. LiveCodeBench gives 6 s.
-        wall_seconds (`float`): Time after which everything is killed; longer than the CPU time, because other work on
-            the machine must not turn a right program into a failure.
-        memory_bytes (`int`): See above.
-        disk_bytes (`int`): Size of the temporary folder, and of the largest file.
-        inodes (`int`): Files and folders in the temporary folder.
-        files (`int`): Open files.
-        processes (`int`): 1: the program may start threads but no processes. More: so many processes and threads
-            together, each process with `memory_bytes // processes`.
-        tasks (`int`): Threads, where there is one process. (Linux before 5.14 counts all tasks of the user here.)
-        output_bytes (`int`): Standard output and standard error together.
-    """
-
-    cpu_seconds: float = 6.0
-    wall_seconds: float = 15.0
-    memory_bytes: int = 1 << 30
-    disk_bytes: int = 16 << 20
-    inodes: int = 4096
-    files: int = 64
-    processes: int = 1
-    tasks: int = 64
-    output_bytes: int = 4 << 20
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                raise ValueError(f"`{name}` must be above 0, got {value!r}.")
-
-
-@dataclass(frozen=True)
-class Program:
-    """
-    A program and one input.
-
-    Args:
-        code (`str`): Python source.
-        stdin (`str`): What it reads, if it is a script.
-        function (`str`, *optional*): Call this function (or this method of a class `Solution`) instead of running a
-            script; its return value must be plain data (JSON).
-        arguments (`Sequence`): Of the call; plain data.
-        prelude (`str`): Source that runs before, in the same namespace, such as imports that a benchmark grants.
-    """
-
-    code: str
-    stdin: str = ""
-    function: str | None = None
-    arguments: Sequence[Any] = ()
-    prelude: str = ""
-
-
-@dataclass(frozen=True)
-class Run:
-    """
-    How a program ended.
-
-    Args:
-        status (`str`): `ok` (exit status 0), `error`, or the limit that it met; `stopped` from outside.
-        exit_code (`int`): Negative or above 128: a signal.
-        stdout (`str`): Of a script, its output; of a call, the JSON document that should be its result. Bytes that are
-            no UTF-8 are replaced.
-        stderr (`str`): Its traceback, and in a call also what it printed.
-        seconds, cpu_seconds (`float`): Wall and CPU time.
-    """
-
-    status: Status
-    exit_code: int
-    stdout: str
-    stderr: str
-    seconds: float
-    cpu_seconds: float
 
 
 @dataclass(frozen=True)
@@ -155,7 +79,7 @@ class Sandbox:
             )
         try:
             trial = self.run(Program("print(6 * 7)"))
-        except SandboxError as error:
+        except (SandboxError, FileNotFoundError) as error:  # the latter: root also needs `setpriv`, of util-linux
             raise SandboxUnavailable(
                 f"{error} In a container, unprivileged user namespaces may be switched off (Docker: `--security-opt "
                 "seccomp=unconfined --security-opt systempaths=unconfined`; Ubuntu 24.04: an AppArmor profile for "
@@ -177,19 +101,14 @@ class Sandbox:
             if watched.out[:1] == _READY or watched.ending == "stop":
                 return self._verdict(watched)
             time.sleep(0.2 * attempt)  # the machine may have been short of processes or memory for a moment
-        said = (
-            watched.err.decode("utf-8", "replace").strip() or f"exit status {watched.code}, ended by {watched.ending}"
-        )
+        said = watched.err.decode("utf-8", "replace").strip() or f"status {watched.code}, ended by {watched.ending}"
         raise SandboxError(f"The sandbox could not start a program: {said}.")
 
     def _request(self, program: Program) -> tuple[bytes, list[str]]:
         """Standard input and arguments of child.py."""
         limits = self.limits
-        paths = (
-            f"import sys; sys.path += {[os.path.realpath(folder) for folder in self.read_only]!r}\n"
-            if self.read_only
-            else ""
-        )
+        folders = [os.path.realpath(folder) for folder in self.read_only]
+        paths = f"import sys; sys.path += {folders!r}\n" if folders else ""
         prelude = (paths + program.prelude).encode("utf-8", "surrogatepass")
         code = program.code.encode("utf-8", "surrogatepass")
         rest = program.stdin if program.function is None else json.dumps(list(program.arguments))
@@ -224,26 +143,23 @@ class Sandbox:
                 process = _start(line, "/", "/tmp", (filter_fd, write_info))
             finally:
                 os.close(write_info)
-            watch = Supervisor(
-                self.limits.wall_seconds, self.limits.cpu_seconds, self.limits.output_bytes, self.limits.inodes, stop
-            )
-            return watch.run(process, data, read_info)
+            return self._supervisor(self.limits.inodes, stop).run(process, data, read_info)
 
     def _unsafe(self, data: bytes, arguments: list[str], stop: threading.Event | None) -> Watched:
         with tempfile.TemporaryDirectory(prefix="sdpo-unsafe-", ignore_cleanup_errors=True) as folder:
             process = _start([self.python, "-S", "-s", "-c", _CHILD, *arguments], folder, folder, ())
-            return Supervisor(
-                self.limits.wall_seconds, self.limits.cpu_seconds, self.limits.output_bytes, None, stop
-            ).run(process, data)
+            return self._supervisor(None, stop).run(process, data)
+
+    def _supervisor(self, inodes: int | None, stop: threading.Event | None) -> Supervisor:
+        limits = self.limits
+        return Supervisor(limits.wall_seconds, limits.cpu_seconds, limits.output_bytes, inodes, stop)
 
     def _verdict(self, watched: Watched) -> Run:
         error = watched.err.decode("utf-8", "replace")
         killed = watched.code in (-signal.SIGKILL, 128 + signal.SIGKILL)
         status: Status
         if watched.ending != "exit":
-            status = {"wall": "time", "cpu": "time", "output": "output", "files": "files", "stop": "stopped"}[
-                watched.ending
-            ]
+            status = _STATUS_OF_ENDING[watched.ending]
         elif watched.cpu_seconds >= self.limits.cpu_seconds:
             status = "time"
         elif killed or error.rstrip().rpartition("\n")[2].startswith("MemoryError"):
