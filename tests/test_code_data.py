@@ -212,7 +212,7 @@ def test_hub_names_are_passed_on(monkeypatch):
 
     def fake(*arguments, **options):
         asked.append((arguments, options))
-        return [livecodebench(STDIN, STDIN)]
+        return Dataset.from_list([livecodebench(STDIN, STDIN)])
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
     load_code("livecodebench/code_generation_lite", "release_v2")

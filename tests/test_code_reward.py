@@ -68,7 +68,7 @@ def grade(sandbox, codes, public, hidden=(), function=None, **options):
         ("<think>\n```python\nbad\n```\n</think>\n```python\ngood\n```", "good\n"),
         ("thinking ```python\nbad\n```</think>only words", None),  # the template opened the thinking
         ("<think>never closed\n```python\nx\n```", None),
-        ("```python\nprint('''\n```\n''')\n", "''')\n"),  # a fence inside a string closes: said in the format's terms
+        ("```python\nprint('''\n```\n''')\n", "print('''\n"),  # a fence in a string closes, as in Markdown
         ("````python\nprint('''\n```\n''')\n````", "print('''\n```\n''')\n"),
         ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
         ("inline ```x``` only", None),
@@ -77,10 +77,7 @@ def grade(sandbox, codes, public, hidden=(), function=None, **options):
     ],
 )
 def test_code_is_the_last_fenced_block(text, code):
-    if code == "''')\n":
-        assert extract_code(text) != "print('''\n```\n''')\n"
-    else:
-        assert extract_code(text) == code
+    assert extract_code(text) == code
 
 
 def test_an_answer_is_text_or_messages():

@@ -203,7 +203,7 @@ def load_code(
     Returns:
         `datasets.Dataset`: rows as of [`code_row`]. Rows without tests are left out, with a warning that counts them.
     """
-    from datasets import Dataset, load_dataset
+    from datasets import load_dataset
 
     if name.endswith((".jsonl", ".json", ".parquet")):
         kind = "parquet" if name.endswith(".parquet") else "json"
@@ -214,26 +214,25 @@ def load_code(
     else:
         raw = load_dataset(name, config, split=split)
 
-    left_out = 0
+    def convert(row: dict[str, Any], number: int) -> dict[str, Any]:
+        try:
+            made = code_row(row, public=public, max_hidden=max_hidden)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"Row {number} of {name}: {type(error).__name__}: {error}") from error
+        return {**made, "id": made["id"] or str(number)}
 
-    def rows() -> Any:
-        nonlocal left_out
-        for number, row in enumerate(raw):
-            if keep is not None and not keep(row):
-                continue
-            try:
-                made = code_row(row, public=public, max_hidden=max_hidden)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"Row {number} of {name}: {type(error).__name__}: {error}") from error
-            if made["public_tests"] == made["hidden_tests"] == "[]":
-                left_out += 1
-                continue
-            yield {**made, "id": made["id"] or str(number)}
-
-    made = Dataset.from_list(list(rows()))
-    if left_out:
-        warnings.warn(f"{left_out} problems of {name} have no tests and were left out.", stacklevel=2)
-    return made
+    if keep is not None:
+        raw = raw.filter(keep)
+    # Small batches: the tests of a row may have hundreds of megabytes. No cache: it would outlive changes of the code.
+    options = {"load_from_cache_file": False, "writer_batch_size": 8}
+    made = raw.map(convert, with_indices=True, remove_columns=raw.column_names, **options)
+    full = made.filter(
+        lambda shown, hidden: not shown == hidden == "[]", input_columns=["public_tests", "hidden_tests"], **options
+    )
+    if len(full) < len(made):
+        left_out = f"{len(made) - len(full)} problems of {name} have no tests and were left out."
+        warnings.warn(left_out, stacklevel=2)
+    return full
 
 
 def livecodebench_files(version: str) -> list[str]:

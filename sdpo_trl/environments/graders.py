@@ -172,7 +172,10 @@ class ToolUseReward(Grader):
 
     def _expected(self, answer: str) -> list[tuple[str, dict[str, Any]]]:
         try:
-            steps = [(step["Action"], step["Action_Input"]) for step in json.loads(answer)]
+            rows = json.loads(answer)
+            if not isinstance(rows, list) or not rows:
+                raise TypeError("it holds no list of actions")
+            steps = [(step["Action"], step["Action_Input"]) for step in rows]
             return [(name, json.loads(value) if isinstance(value, str) else value) for name, value in steps]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(

@@ -2,6 +2,9 @@
 
 Knows: programs, limits, endings. Deliberately does not know: right answers. A [`Sandbox`] is given one input and hands
 back output; whoever compares it does so outside, so a program that wants to be judged right must print what is right.
+
+What is left to a program: bugs of the kernel, with which it shares the machine; the processor's time and the memory
+bandwidth that its limits allow; and reading `/usr` and the interpreter's library, which hold no secrets.
 """
 
 import contextlib
