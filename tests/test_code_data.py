@@ -231,6 +231,10 @@ def test_the_shipped_problems_are_what_they_say():
     for row in rows:
         assert len(row["public_tests"]) == 2 and len(row["hidden_tests"]) >= 3
         assert row["solution"] not in row["prompt"]
+    texts = {row["id"]: row["prompt"][0]["content"] for row in own_problems()}
+    assert "Example input:\n3 4\n\nExample output:\n7\n" in texts["sum-of-two"]
+    assert "Example: `two_sum([2, 7, 11, 15], 9)` returns `[0, 1]`." in texts["two-sum"]
+    assert "def two_sum(numbers, target):" in texts["two-sum"]
     train, test = own_problems("train"), own_problems("test")
     assert (len(train), len(test)) == (48, 12) and not set(train["id"]) & set(test["id"])
     assert set(train.column_names) == {"id", "prompt", "public_tests", "hidden_tests", "function", "difficulty"}

@@ -118,6 +118,12 @@ def split_tests(tests: Sequence[CodeTest], public: int) -> tuple[list[CodeTest],
     return list(tests[:cut]), list(tests[cut:])
 
 
+def _example(test: CodeTest, function: str | None) -> str:
+    if function:
+        return f"Example: `{function}({', '.join(map(repr, test.input))})` returns `{test.output!r}`."
+    return f"Example input:\n{test.input.rstrip()}\n\nExample output:\n{test.output.rstrip()}"
+
+
 def code_row(row: dict[str, Any], *, public: int = 2, max_hidden: int | None = None) -> dict[str, Any]:
     """
     One problem as [`CodeReward`] and the trainer read it; the schema is told from the columns.
@@ -159,7 +165,8 @@ def code_row(row: dict[str, Any], *, public: int = 2, max_hidden: int | None = N
     elif "public_tests" in row and "prompt" in row:
         shown = [CodeTest(**test) for test in row["public_tests"]]
         hidden = [CodeTest(**test) for test in row["hidden_tests"]]
-        function, text, identity = row["function"], row["prompt"], row["id"]
+        function, identity = row["function"], row["id"]
+        text = f"{row['prompt']}\n\n{_example(shown[0], function)}"
         starter = f"def {function}({', '.join(row['parameters'])}):\n    ..." if function else None
     else:
         raise ValueError(f"The columns {sorted(row)} are neither LiveCodeBench's nor DeepCoder's nor this package's.")
