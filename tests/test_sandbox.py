@@ -36,6 +36,9 @@ def text(code: str) -> str:
     return textwrap.dedent(code)
 
 
+DEAD_BEFORE: set[str] = set()  # what other work on the machine had left when the test began
+
+
 def inside(folder) -> list[str]:
     """Processes of sandboxes that show `folder`, whoever their parents are, and what is left of dead ones."""
     found = []
@@ -45,7 +48,9 @@ def inside(folder) -> list[str]:
                 state = (entry / "stat").read_text()
                 dead = state.rpartition(")")[2].split()[0] == "Z"
                 ours = "(bwrap)" in state or "(python" in state
-                if (dead and ours) or (not dead and str(folder) in (entry / "mountinfo").read_text()):
+                if (dead and ours and entry.name not in DEAD_BEFORE) or (
+                    not dead and str(folder) in (entry / "mountinfo").read_text()
+                ):
                     found.append(entry.name)
             except OSError:
                 continue
@@ -65,6 +70,8 @@ def marked(tmp_path):
     """A folder that sandboxes can show, by which their processes are found."""
     for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)
+    DEAD_BEFORE.clear()
+    DEAD_BEFORE.update(inside(tmp_path))
     return tmp_path
 
 
