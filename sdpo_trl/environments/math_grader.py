@@ -1,0 +1,91 @@
+"""Mathematics, graded by math-verify.
+
+Knows: boxes, time limits, what to say about a failure. Deliberately does not know: how two expressions are compared.
+"""
+
+import threading
+from functools import cached_property
+from typing import Any
+
+from .code_feedback import cut
+from .graders import QUOTED, Grade, Grader
+
+
+class MathReward(Grader):
+    r"""
+    Mathematics: the last `\boxed{...}` against the right answer, by `math-verify` (an extra: `sdpo-trl[math]`).
+
+    The column `answer` holds the right answer as LaTeX, with or without dollar signs or a box.
+
+    Args:
+        show_answer (`bool`): Put the right answer into the feedback.
+        timeout_seconds (`int`): For reading and for comparing one answer each. An answer such as `9^{9^{9^9}}` meets
+            it and is wrong. It uses an alarm, so rewards must be computed in the main thread, as TRL does.
+
+    Raises:
+        `ImportError`: math-verify is missing.
+    """
+
+    name = "math"
+
+    def __init__(self, show_answer: bool = False, timeout_seconds: int = 5) -> None:
+        super().__init__(show_answer)
+        if timeout_seconds < 1:
+            raise ValueError(f"`timeout_seconds` must be at least 1, got {timeout_seconds}.")
+        self.timeout_seconds = timeout_seconds
+        self._known: dict[str, list[Any]] = {}
+        _ = self._library
+
+    @cached_property
+    def _library(self) -> Any:
+        try:
+            import math_verify
+        except ImportError as error:
+            raise ImportError(
+                "MathReward compares answers with math-verify, which is not installed: `pip install 'sdpo-trl[math]'`."
+            ) from error
+        return math_verify
+
+    def _parse(self, latex: str) -> list[Any]:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("MathReward limits its time with an alarm, which works in the main thread alone.")
+        return self._library.parse(f"\\boxed{{{latex}}}", parsing_timeout=self.timeout_seconds)
+
+    def _right(self, answer: str) -> list[Any]:
+        if answer not in self._known:
+            self._known[answer] = self._parse(boxed(answer) or answer.strip().strip("$"))
+            if not self._known[answer]:
+                raise ValueError(f"math-verify cannot read the dataset's answer {answer!r:.120}. Drop such rows.")
+        return self._known[answer]
+
+    def grade(self, text: str, answer: str) -> Grade:
+        """
+        Judge one answer.
+
+        Raises:
+            `ValueError`: the dataset's answer cannot be read.
+        """
+        right, content = self._right(answer), boxed(text)
+        if content is None:
+            return self.failed(False, r"There is no \boxed{...}. Write your final answer in one.", answer)
+        read = self._parse(content)
+        if not read:
+            problem = rf"\boxed{{{cut(content, QUOTED)}}} cannot be read as mathematics."
+            return self.failed(False, problem, answer)
+        # The right answer comes first: the comparison is not symmetric.
+        if self._library.verify(right, read, timeout_seconds=self.timeout_seconds):
+            return Grade(True, True)
+        return self.failed(True, f"Your answer {cut(content, QUOTED)} is wrong.", answer)
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last closed `\boxed{...}` holds, braces in it balanced; `None` if there is none or it is empty."""
+    start = text.rfind("\\boxed{")
+    while start >= 0:
+        depth = 0
+        for index in range(start + len("\\boxed"), len(text)):
+            depth += (text[index] == "{") - (text[index] == "}")
+            if depth == 0:
+                return text[start + len("\\boxed{") : index].strip() or None
+        start = text.rfind("\\boxed{", 0, start)
+    return None
