@@ -40,6 +40,7 @@ KINDS = {
 VARIANTS = {
     "silent": {"silent": True},
     "sampled": {"samples": True},
+    "asks": {"samples": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "path": {"path": True},
     "blend": {"distillation_weight": 0.5, "beta": 0.1, "num_iterations": 2, "max_steps": 4},
     "reference": {"distillation_impl": "reference"},
@@ -209,6 +210,9 @@ def train(folder, cell, resume=None):
     trainer.backend = cell[0]
     trainer.train(resume_from_checkpoint=resume)
     logs = [row for row in trainer.state.log_history if "loss" in row]
+    if cell[-1] == "asks" and resume is None:
+        asked = [row for row in trainer.state.log_history if "eval_sdpo/teacher_success_share" in row]
+        assert len(asked) >= 3, "the teacher's own answers"
     result = {"logs": [{name: row[name] for name in WATCHED if name in row} for row in logs], **gathered(trainer)}
     return trainer, result
 
