@@ -19,6 +19,7 @@ from .batches import vision_inputs
 from .files import FilesTrainer, attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
+from .no_reward import REWARD_METRICS
 from .reprompt import Prompt, strip_thinking
 from .rollouts import Rollouts, Routing
 from .run_state import SnapshotGate, SuccessBuffer, question_key
@@ -86,7 +87,10 @@ class FeedbackTrainer(FilesTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.reward_funcs:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        else:  # TRL would warn at every batch that all functions gave nothing
+            rewards = torch.zeros(len(prompts) * self.accelerator.num_processes, 0, device=self.accelerator.device)
         if not self._distills:
             return rewards
         count = len(prompts)
@@ -133,6 +137,9 @@ class FeedbackTrainer(FilesTrainer):
         if self._anchors:
             output["ref_per_token_logps"] = self._initial_log_probs(output)
         self._rollouts = None
+        if not self.reward_funcs:
+            for name in REWARD_METRICS:
+                del self._metrics[self._mode][name]
         return output
 
     def _local_rows(self, count: int) -> slice:
@@ -154,6 +161,8 @@ class FeedbackTrainer(FilesTrainer):
     def _route(self, output: dict[str, Any], success: torch.Tensor) -> Routing:
         args, rollouts = self.args, self._rollouts
         local = self._local_rows(len(rollouts.prompts))
+        if not args.reads_feedback:
+            return rollout_rules.route_without_feedback(rollouts, success, local, self._group_size)
         texts = rollout_rules.demonstrations(
             rollouts,
             success[local],

@@ -19,7 +19,6 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from .divergence import upcast
 
-
 _FLOAT16_BOOST = 256.0
 
 

@@ -63,6 +63,11 @@ class Hint:
     solution: str | None = None
     feedback: str | None = None
 
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether the teacher's prompt says anything that the student's does not."""
+        return self.solution is not None or self.feedback is not None
+
 
 def fill(template: str, **slots: str) -> str:
     """Substitute each `{name}` once and literally: braces, backslashes and LaTeX in the values pass unchanged."""

@@ -243,7 +243,6 @@ def route(
     index, available = _select_in_order(order, questions, shown, rich, rule.exclude_self)
     remembered = [None] * len(rollouts.prompts) if remembered is None else remembered
     group_shows = shown.view(-1, group_size).any(dim=1).repeat_interleave(group_size)
-    group_solved = all_success.view(-1, group_size).any(dim=1)
 
     hints: list[Hint | None] = []
     recalled = 0
@@ -258,20 +257,32 @@ def route(
             feedback = None
         hints.append(Hint(solution, feedback) if has_feedback or solution is not None else None)
 
+    return Routing(
+        hints, {**_stats(rollouts, hints, all_success, local, group_size), "remembered_share": float(recalled)}
+    )
+
+
+def route_without_feedback(rollouts: Rollouts, all_success: torch.Tensor, local: slice, group_size: int) -> Routing:
+    """As [`route`] where the teacher reads nothing but the student's own context: every row is distilled."""
+    hints: list[Hint | None] = [Hint()] * len(rollouts.prompts)
+    return Routing(hints, _stats(rollouts, hints, all_success, local, group_size))
+
+
+def _stats(
+    rollouts: Rollouts, hints: list[Hint | None], all_success: torch.Tensor, local: slice, group_size: int
+) -> dict[str, float]:
+    """Local sums, named as the metrics."""
     success = all_success[local].tolist()
-    stats = {
+    group_solved = all_success.view(-1, group_size).any(dim=1)
+    shown = [hint is not None and hint.solution is not None for hint in hints]
+    return {
         "rollouts": float(len(hints)),
         "success_share": float(sum(success)),
         # Groups may span processes, so each one is counted once, in equal parts, by all of its rows.
         "success_group_share": group_solved.repeat_interleave(group_size)[local].sum().item(),
-        "demonstration_share": float(sum(hint is not None and hint.solution is not None for hint in hints)),
+        "demonstration_share": float(sum(shown)),
         "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
         "distilled_share": float(sum(hint is not None for hint in hints)),
-        "remembered_share": float(recalled),
-        "lone_success_share": float(
-            sum(
-                passed and (hint is None or hint.solution is None) for passed, hint in zip(success, hints, strict=True)
-            )
-        ),
+        "remembered_share": 0.0,
+        "lone_success_share": float(sum(passed and not had for passed, had in zip(success, shown, strict=True))),
     }
-    return Routing(hints, stats)

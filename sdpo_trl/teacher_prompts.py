@@ -68,8 +68,12 @@ class TeacherPromptBuilder:
                 template refuses the reprompt.
         """
         images = "pixel_values" in output
-        wanted = list(range(len(prompts))) if images else [i for i, hint in enumerate(hints) if hint is not None]
+        changed = [i for i, hint in enumerate(hints) if hint is not None and hint.changes_prompt]
+        wanted = list(range(len(prompts))) if images else changed
         ids: list[list[int]] = [[self._tokenizer.pad_token_id]] * len(prompts)
+        for i, hint in enumerate(hints):
+            if hint is not None and not hint.changes_prompt:  # to the token, whoever made them
+                ids[i] = output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist()
         types: dict[str, list[Any]] = {}
         shortened = 0
         written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
@@ -78,13 +82,13 @@ class TeacherPromptBuilder:
             for i, row in zip(wanted, tokenized, strict=True):
                 ids[i] = list(row)
             types = {key: list(fields[key]) for key in _PER_TOKEN if images and key in fields}
-            for i in wanted:
-                if hints[i] is not None and len(ids[i]) > self._budget:
+            for i in changed:
+                if len(ids[i]) > self._budget:
                     written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i])
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
                     shortened += 1
-            self._check_header(prompts, hints, ids, output)
+            self._check_header(prompts, changed, ids)
         tensors = {
             "teacher_prompt_ids": self._pad(ids, self._tokenizer.pad_token_id),
             "teacher_prompt_mask": self._pad([[1] * len(row) for row in ids], 0),
@@ -102,7 +106,7 @@ class TeacherPromptBuilder:
         ]
 
     def _write(self, prompt: Prompt, hint: Hint | None) -> Prompt:
-        if hint is None:
+        if hint is None or not hint.changes_prompt:
             return prompt
         return teacher_prompt(prompt, hint, self._templates, self._placement)
 
@@ -143,11 +147,9 @@ class TeacherPromptBuilder:
         ids, fields = self._tokenize([written], [row])
         return written, list(ids[0]), fields
 
-    def _check_header(
-        self, prompts: list[Prompt], hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]
-    ) -> None:
+    def _check_header(self, prompts: list[Prompt], changed: list[int], ids: list[list[int]]) -> None:
         """Warn, once, if teacher and student do not end in the same generation header."""
-        row = next((i for i, hint in enumerate(hints) if hint is not None), None)
+        row = next(iter(changed), None)
         if self._header_checked or row is None or not is_conversational({"prompt": prompts[row]}):
             return
         self._header_checked = True

@@ -8,6 +8,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
+from . import no_reward
 from .arguments import check_arguments
 from .callbacks import TeacherUpdateCallback
 from .config import SDPOConfig
@@ -41,7 +42,8 @@ class SDPOTrainer(LossTrainer):
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
-        reward_funcs (`RewardFunc` or `list`, *optional*): As in GRPO.
+        reward_funcs (`RewardFunc` or `list`, *optional*):
+            As in GRPO. Not needed with `teacher_context="none"` where no other option reads rewards.
         args ([`SDPOConfig`], *optional*): Options.
         feedback_func (`Callable`, *optional*):
             `(prompts, completions, rewards, **columns) -> list[str | None]`, sync or async: one text per rollout.
@@ -91,8 +93,15 @@ class SDPOTrainer(LossTrainer):
         # the policy as it was handed over, so TRL is asked for none. `sync_ref_model` moves it, which is TRL's own
         # business.
         self._anchors = self._distills and args.beta != 0.0 and not args.sync_ref_model
+        unrewarded = no_reward.may_lack_rewards(args, reward_funcs)
+        if unrewarded:
+            reward_funcs = [no_reward.unrewarded]
         with _no_reference(args, self._anchors):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if unrewarded:
+            no_reward.remove_stand_in(self)
+            if not self.reward_funcs:  # no environment brought its own
+                no_reward.check_unrewarded(args)
         if self._distills:
             self.beta = args.beta
             self._set_up_distillation(teacher_model)
@@ -190,6 +199,8 @@ class SDPOTrainer(LossTrainer):
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
                 if "grad_norm" in logs:
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/divergence"])
+            if not self.reward_funcs:
+                means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
             self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         super().log(logs, start_time)
 

@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import sdpo_trl
 from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedback
+from sdpo_trl.agent_options import AgentOptions
 from sdpo_trl.controls import ControlOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -160,6 +161,10 @@ CASES |= {
     "success_buffer_key": Case("topic", "prompts", {**BUFFER, "data": tiny.prompts(topic=["t"] * 4)}),
     "evaluate_teacher": Case(False, "evaluation", {"trainer_rollout_func": None, "evaluates": True}),
 }
+CASES |= {
+    "teacher_context": Case("none", "first prompts", {"trainer_teacher_model": "FOLDER"}),
+    "distillation_temperature": Case(2.0, "loss"),
+}
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 )
@@ -264,6 +269,12 @@ UNTOLD = {"include_environment_feedback": False}
         ({"top_entropy_quantile": 0.5}, "no effect.*policy term.*or an entropy bonus"),
         ({"num_generations": 1, "distillation_weight": 0.5}, "at least 2 generations"),
         ({"num_generations": 1, "distillation_weight": 0.0}, "at least 2 generations"),
+        ({"teacher_context": "all"}, "`teacher_context` must be one of feedback, none, got 'all'"),
+        ({"teacher_context": "none", "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
+        ({"teacher_context": "none", "max_reprompt_len": 99}, "no effect.*`teacher_context='feedback'`"),
+        ({"teacher_context": "none", "success_buffer_size": 1}, "no effect.*`teacher_context='feedback'`"),
+        ({"distillation_temperature": 0.0}, "`distillation_temperature` must be a positive number or `None`, got 0.0"),
+        ({"distillation_temperature": 2.0, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
         ({"reprompt_template": "nothing"}, r"lacks the slot {prompt}, {solution}, {feedback}"),
         ({"solution_template": "it: {solution}"}, "`solution_template` lacks the slot {successful_previous_attempt}"),
@@ -331,6 +342,12 @@ def feedback(prompts, completions, rewards, **columns):
             ValueError,
             "is for a `teacher_model` given as a path",
         ),
+        ({"teacher_context": "none"}, ValueError, "needs a `teacher_model`.*would teach nothing"),
+        (
+            {"teacher_context": "none", "trainer_teacher_model": "somewhere", "trainer_feedback_func": feedback},
+            ValueError,
+            "`feedback_func` would never be read: set `teacher_context='feedback'`",
+        ),
         ({"success_reward_func": "missing"}, ValueError, "Yours are: even_length"),
     ],
 )
@@ -388,6 +405,7 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "distillation_gain_target": None,
     "distillation_gain_max": 10.0,
     "teacher_snapshot_gate": False,
+    "teacher_context": "feedback",
 }
 
 
@@ -418,7 +436,7 @@ def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__
+            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__
 
 
 # Public names

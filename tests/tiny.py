@@ -27,6 +27,28 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% if think is defined and think %}<think>{% endif %}{% endif %}"
 )
 
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if think is defined and think %}<think>{% endif %}{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
+    },
+}
+
 
 def build_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
     """One token per printable character, plus the markers of a small chat template."""
@@ -45,6 +67,14 @@ def build_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with a template and a parser for tool calls: `<tool_call>{...}</tool_call>`."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
 
 

@@ -1,0 +1,62 @@
+"""Options for agents and for distillation from another model, each off by default.
+
+Knows: names, ranges, which options mean something together. Deliberately does not know: tensors, trainers.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+TeacherContext = Literal["feedback", "none"]
+
+
+@dataclass
+class AgentOptions:
+    """
+    The part of [`SDPOConfig`] for multi-turn rollouts and for other teachers. With the defaults nothing changes.
+
+    Parameters:
+        > Another teacher (on-policy distillation)
+
+        teacher_context (`str`, *optional*, defaults to `"feedback"`):
+            `"feedback"`: the teacher reads the feedback of a rollout, and rollouts without any are not distilled.
+            `"none"`: the teacher reads exactly what the student reads, and all rollouts are distilled; needs
+            `teacher_model=`, since the student itself would teach nothing. Then no reward function is needed where
+            nothing else reads rewards.
+        distillation_temperature (`float`, *optional*):
+            `T > 0`: both models' logits are divided by it in the divergence, and the loss is multiplied by `T ** 2`,
+            which keeps the size of its gradient (Hinton et al., arXiv 1503.02531). `None`: the sampling temperature,
+            without the factor. The policy term and the importance ratio keep the sampling temperature.
+    """
+
+    teacher_context: TeacherContext = field(
+        default="feedback", metadata={"help": "What the teacher reads beside the student's context."}
+    )
+    distillation_temperature: float | None = field(
+        default=None, metadata={"help": "Divides both models' logits in the divergence. None: as in sampling."}
+    )
+
+    @property
+    def reads_feedback(self) -> bool:
+        """Whether the teacher's context may differ from the student's."""
+        return self.teacher_context == "feedback"
+
+    def _check_agent_ranges(self) -> None:
+        temperature = self.distillation_temperature
+        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
+        if temperature is not None and not (number and 0 < temperature < float("inf")):
+            raise ValueError(f"`distillation_temperature` must be a positive number or `None`, got {temperature!r}.")
+
+    def _dependent_agent_options(self) -> list[tuple[str, bool, str]]:
+        """As `SDPOConfig._dependent_options`."""
+        told = "`teacher_context='feedback'`"
+        of_feedback = [
+            "use_successful_as_teacher", "dont_reprompt_on_self_success", "include_environment_feedback",
+            "environment_feedback_only_without_solution", "remove_thinking_from_demonstration", "reprompt_placement",
+            "max_reprompt_len", "reprompt_template", "solution_template", "feedback_template", "demonstration_choice",
+            "success_buffer_size",
+        ]  # fmt: skip
+        return [
+            *((name, self.reads_feedback, told) for name in of_feedback),
+            ("distillation_temperature", self.distillation_weight > 0, "a `distillation_weight` above 0"),
+            ("teacher_context", self.distillation_weight > 0, "a `distillation_weight` above 0"),
+        ]
