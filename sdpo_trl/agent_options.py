@@ -26,6 +26,16 @@ class AgentOptions:
             `T > 0`: both models' logits are divided by it in the divergence, and the loss is multiplied by `T ** 2`,
             which keeps the size of its gradient (Hinton et al., arXiv 1503.02531). `None`: the sampling temperature,
             without the factor. The policy term and the importance ratio keep the sampling temperature.
+
+        > Turns and tools (TRL's `max_tool_calling_iterations` limits the turns, its `max_completion_length` the tokens
+        of a whole rollout, replies of tools included)
+
+        max_turn_length (`int`, *optional*):
+            Tokens that the student may write in one turn. A turn that is cut there ends the rollout; its tokens are
+            distilled. `None`: only the rollout as a whole is limited.
+        max_observation_length (`int`, *optional*):
+            Characters of one tool's reply that the student reads; the middle of a longer one is left out. `None`:
+            all of them.
     """
 
     teacher_context: TeacherContext = field(
@@ -33,6 +43,10 @@ class AgentOptions:
     )
     distillation_temperature: float | None = field(
         default=None, metadata={"help": "Divides both models' logits in the divergence. None: as in sampling."}
+    )
+    max_turn_length: int | None = field(default=None, metadata={"help": "Tokens that the student writes in one turn."})
+    max_observation_length: int | None = field(
+        default=None, metadata={"help": "Characters of a tool's reply that the student reads."}
     )
 
     @property
@@ -45,6 +59,17 @@ class AgentOptions:
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if temperature is not None and not (number and 0 < temperature < float("inf")):
             raise ValueError(f"`distillation_temperature` must be a positive number or `None`, got {temperature!r}.")
+        for name in ("max_turn_length", "max_observation_length"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"`{name}` must be whole and at least 1, got {value!r}.")
+        if self.max_turn_length is not None and self.max_turn_length > self.max_completion_length:
+            raise ValueError(
+                f"`max_turn_length={self.max_turn_length}` is more than the whole rollout may have "
+                f"(`max_completion_length={self.max_completion_length}`), so it would never be reached."
+            )
+        if self.max_turn_length is not None and "max_new_tokens" in (self.generation_kwargs or {}):
+            raise ValueError("`max_turn_length` and `max_new_tokens` in `generation_kwargs` say the same. Drop one.")
 
     def _dependent_agent_options(self) -> list[tuple[str, bool, str]]:
         """As `SDPOConfig._dependent_options`."""
@@ -59,4 +84,5 @@ class AgentOptions:
             *((name, self.reads_feedback, told) for name in of_feedback),
             ("distillation_temperature", self.distillation_weight > 0, "a `distillation_weight` above 0"),
             ("teacher_context", self.distillation_weight > 0, "a `distillation_weight` above 0"),
+            ("max_observation_length", self.distillation_weight > 0, "a `distillation_weight` above 0"),
         ]

@@ -15,8 +15,9 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
 from . import rollouts as rollout_rules
+from .agent_trainer import AgentTrainer
 from .batches import vision_inputs
-from .files import FilesTrainer, attribute
+from .files import attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
 from .no_reward import REWARD_METRICS
@@ -28,7 +29,7 @@ from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
 
-class FeedbackTrainer(FilesTrainer):
+class FeedbackTrainer(AgentTrainer):
     """
     GRPO whose batches also hold the teacher's prompts, which rows have feedback, and how many tokens are active.
 

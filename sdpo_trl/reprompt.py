@@ -198,7 +198,7 @@ def completion_text(completion: Prompt) -> str:
     return "\n".join(parts)
 
 
-def _keep(text: str, characters: int) -> str:
+def cut_middle(text: str, characters: int) -> str:
     """`text` cut in its middle to `characters`, mark included: what failed stands first, the error often last."""
     if characters >= len(text):
         return text
@@ -228,8 +228,8 @@ def shorten(hint: Hint, fits: Callable[[Hint], bool]) -> Hint | None:
         low, high = 0, len(text)  # `low` characters are known to fit (0: unknown), `high` is known not to
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(build(_keep(text, middle))) else (low, middle)
-        return build(_keep(text, low)) if low else None
+            low, high = (middle, high) if fits(build(cut_middle(text, middle))) else (low, middle)
+        return build(cut_middle(text, low)) if low else None
 
     if hint.feedback is not None:
         kept = longest(hint.feedback, lambda text: Hint(hint.solution, text))

@@ -116,20 +116,14 @@ class TeacherPromptBuilder:
 
     def _tokenize(self, prompts: list[Prompt], rows: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
         """TRL's own tokenisation of the student's prompts, for the given rows of the batch."""
-        trainer = self._trainer
-        everything = trainer._batch_environments if trainer.environment_factories is not None else None
         try:
-            if everything is not None:  # TRL pairs the prompts with the environments of the whole batch
-                trainer._batch_environments = [everything[i] for i in rows]
-            ids, _, fields = trainer._tokenize_prompts(prompts)
+            with self._trainer._only_rows(rows):
+                ids, _, fields = self._trainer._tokenize_prompts(prompts)
         except TemplateError as error:
             raise ValueError(
                 f"The chat template refuses the teacher's prompt ({error}). If it forbids two user turns in a row, "
                 "set `reprompt_placement='last_user'`."
             ) from error
-        finally:
-            if everything is not None:
-                trainer._batch_environments = everything
         return ids, fields
 
     def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[Prompt, list[int], dict[str, Any]]:

@@ -30,6 +30,9 @@ class SDPOTrainer(LossTrainer):
 
     The differences to [`~trl.GRPOTrainer`], each an override that calls it:
 
+    - Rows may hold `messages` or `conversations`, and the `tools` that may be called in them
+      ([`~sdpo_trl.rows.prompt_row`]). A tool call that cannot be read becomes an observation, as TRL makes of a tool
+      that raises.
     - `_calculate_rewards` also collects feedback per rollout: `log_extra("feedback", [...])` in a reward function, the
       `feedback` of an environment, `feedback_func`, and the dataset columns `privileged_context` and `demonstration`.
     - `_generate_and_score_completions` also selects what each row's teacher is told ([`select_feedback`] over the
@@ -102,6 +105,7 @@ class SDPOTrainer(LossTrainer):
             no_reward.remove_stand_in(self)
             if not self.reward_funcs:  # no environment brought its own
                 no_reward.check_unrewarded(args)
+        self._set_up_agent()
         if self._distills:
             self.beta = args.beta
             self._set_up_distillation(teacher_model)

@@ -24,6 +24,8 @@ EXPECTED = {
     "GRPOTrainer._calculate_rewards": "a30f2929443bd289",
     "GRPOTrainer._tokenize_prompts": "f0e7e168ffd63d94",
     "GRPOTrainer._generate": "c43183674d09daf2",
+    "GRPOTrainer._generate_single_turn": "7e2f21bdaf91a7fb",
+    "GRPOTrainer._get_tool_suffix_ids": "143d703a93fd42bb",
     "GRPOTrainer._tool_call_loop": "ba4ef3a633e2e4ee",
     "GRPOTrainer._generate_and_score_completions": "739def7da67c5a5b",
     "GRPOTrainer._compute_loss": "6b861df63f5aaa7a",
@@ -41,9 +43,9 @@ EXPECTED = {
     "pad": "ed2b0f1c87c28daf",
 }
 TRLS_ATTRIBUTES = [
-    "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_has_async_funcs", "_is_vlm", "_logs",
-    "_metrics", "_step", "_tokenizer", "aux_loss_enabled", "current_gradient_accumulation_steps",
-    "environment_factories", "num_generations_eval", "reward_func_names",
+    "_async_tool_dicts", "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_env_tools",
+    "_has_async_funcs", "_is_vlm", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer", "aux_loss_enabled",
+    "current_gradient_accumulation_steps", "environment_factories", "num_generations_eval", "reward_func_names",
 ]  # fmt: skip
 OWNERS = {"GRPOTrainer": GRPOTrainer, "Trainer": Trainer, "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer}
 

@@ -51,7 +51,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "trainer_rollout_func": tiny.scripted(ANSWERS),
         **options,
     }
-    reference, prompts = [], []
+    reference, prompts, answers = [], [], []
     plain = sdpo_trl.scores.reference_scores
     monkeypatch.setattr("sdpo_trl.scores.reference_scores", lambda *args: (reference.append(1), plain(*args))[1])
     trainer = tiny.trainer(folder, reward or [graded, polite], **options)
@@ -60,6 +60,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
     def watched(model, inputs):
         hints = trainer._tokenizer.batch_decode(inputs["teacher_prompt_ids"])
         available = inputs["feedback_available"].tolist()
+        answers.append(inputs["completion_ids"].tolist())
         prompts.append(
             [hint.replace("<pad>", "") if told else None for hint, told in zip(hints, available, strict=True)]
         )
@@ -76,6 +77,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "logs": [{key: value for key, value in row.items() if key.startswith("sdpo/")} for row in logs],
         "prompts": prompts,
         "first prompts": prompts[:1],
+        "answers": answers,
         "teacher": {n: v.clone() for s in getattr(trainer, "_stores", {}).values() for n, v in s._values.items()},
         "teacher dtype": trainer._teacher._model.dtype if external else None,
         "warnings": caplog.text.count("SDPO: for"),
@@ -161,9 +163,26 @@ CASES |= {
     "success_buffer_key": Case("topic", "prompts", {**BUFFER, "data": tiny.prompts(topic=["t"] * 4)}),
     "evaluate_teacher": Case(False, "evaluation", {"trainer_rollout_func": None, "evaluates": True}),
 }
+
+
+def look() -> str:
+    """Look around."""
+    return "there is a long hall"
+
+
+LOOKING = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>$', "no$"]
+ACTING = {
+    "data": tiny.prompts(chat=True),
+    "trainer_tools": [look],
+    "trainer_processing_class": tiny.tool_tokenizer(),
+    "trainer_rollout_func": tiny.scripted(LOOKING),
+    "max_completion_length": 100,
+}
 CASES |= {
     "teacher_context": Case("none", "first prompts", {"trainer_teacher_model": "FOLDER"}),
     "distillation_temperature": Case(2.0, "loss"),
+    "max_turn_length": Case(3, "answers", {**ACTING, "trainer_rollout_func": None}),
+    "max_observation_length": Case(8, "answers", ACTING),
 }
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
@@ -274,6 +293,11 @@ UNTOLD = {"include_environment_feedback": False}
         ({"teacher_context": "none", "max_reprompt_len": 99}, "no effect.*`teacher_context='feedback'`"),
         ({"teacher_context": "none", "success_buffer_size": 1}, "no effect.*`teacher_context='feedback'`"),
         ({"distillation_temperature": 0.0}, "`distillation_temperature` must be a positive number or `None`, got 0.0"),
+        ({"max_turn_length": 0}, "`max_turn_length` must be whole and at least 1, got 0"),
+        ({"max_turn_length": 7}, "more than the whole rollout may have.*`max_completion_length=6`"),
+        ({"max_turn_length": 3, "generation_kwargs": {"max_new_tokens": 3}}, "say the same. Drop one"),
+        ({"max_observation_length": True}, "`max_observation_length` must be whole and at least 1, got True"),
+        ({"max_observation_length": 9, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"distillation_temperature": 2.0, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
         ({"reprompt_template": "nothing"}, r"lacks the slot {prompt}, {solution}, {feedback}"),
@@ -348,6 +372,8 @@ def feedback(prompts, completions, rewards, **columns):
             ValueError,
             "`feedback_func` would never be read: set `teacher_context='feedback'`",
         ),
+        ({"max_turn_length": 3}, ValueError, "`max_turn_length` needs `tools`"),
+        ({"max_observation_length": 3}, ValueError, "`max_observation_length` cuts what tools reply"),
         ({"success_reward_func": "missing"}, ValueError, "Yours are: even_length"),
     ],
 )

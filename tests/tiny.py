@@ -189,6 +189,33 @@ def scripted(answers: list[str], masks: list[list[int]] | None = None, **extra: 
     return rollout_func
 
 
+def acting(trainer: SDPOTrainer, scripts: list[list[str]]) -> SDPOTrainer:
+    """
+    Let the students of a batch say these turns instead of sampling: row `i` follows `scripts[i % len(scripts)]`.
+
+    `$` is the end token. TRL's tool loop runs as always.
+    """
+    said: list[list[Any]] = []  # what a row reads next begins with this; its turns so far
+
+    def generate(prompt_ids, *args, **kwargs):
+        starts = not said or (len(said) == len(prompt_ids) and all(len(row[0]) >= len(prompt_ids[0]) for row in said))
+        if starts:
+            said[:] = [[list(ids), -1, scripts[i % len(scripts)]] for i, ids in enumerate(prompt_ids)]
+        turns, used = [], set()
+        for number, ids in enumerate(prompt_ids):
+            fits = (i for i, row in enumerate(said) if i not in used and list(ids[: len(row[0])]) == row[0])
+            index = number if starts else next(fits)
+            used.add(index)
+            said[index][1] += 1
+            turn = answer_ids(trainer._tokenizer, said[index][2][said[index][1]])
+            said[index][0] = [*ids, *turn]
+            turns.append(turn)
+        return turns, None
+
+    trainer._generate_single_turn = generate
+    return trainer
+
+
 def answer_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """The ids of a scripted answer, `$` being the end token."""
     ids = tokenizer(text.removesuffix("$"))["input_ids"]
