@@ -6,6 +6,8 @@ Knows: names, ranges, which options mean something together. Deliberately does n
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .turns import Span
+
 TeacherContext = Literal["feedback", "none"]
 
 
@@ -30,6 +32,13 @@ class AgentOptions:
         > Turns and tools (TRL's `max_tool_calling_iterations` limits the turns, its `max_completion_length` the tokens
         of a whole rollout, replies of tools included)
 
+        distillation_span (`str`, *optional*, defaults to `"all"`):
+            Which turns of a rollout are distilled where its feedback names turns: `"all"`, `"from_hint"` (from the
+            first hinted turn on) or `"hinted_turn"` (the hinted ones alone). A text or a demonstration that is about
+            the whole rollout hints all of its turns.
+        turn_feedback_template (`str`, *optional*, defaults to `"{feedback_raw}"`):
+            What the teacher reads where a hinted turn after the first begins, as a user turn; holds `{feedback_raw}`.
+            The first turn's text stands in the prompt, in `feedback_template`.
         max_turn_length (`int`, *optional*):
             Tokens that the student may write in one turn. A turn that is cut there ends the rollout; its tokens are
             distilled. `None`: only the rollout as a whole is limited.
@@ -43,6 +52,12 @@ class AgentOptions:
     )
     distillation_temperature: float | None = field(
         default=None, metadata={"help": "Divides both models' logits in the divergence. None: as in sampling."}
+    )
+    distillation_span: Span = field(
+        default="all", metadata={"help": "Which turns are distilled: those hinted, or all."}
+    )
+    turn_feedback_template: str = field(
+        default="{feedback_raw}", metadata={"help": "What the teacher reads where a hinted turn begins."}
     )
     max_turn_length: int | None = field(default=None, metadata={"help": "Tokens that the student writes in one turn."})
     max_observation_length: int | None = field(
@@ -59,6 +74,11 @@ class AgentOptions:
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if temperature is not None and not (number and 0 < temperature < float("inf")):
             raise ValueError(f"`distillation_temperature` must be a positive number or `None`, got {temperature!r}.")
+        if "{feedback_raw}" not in self.turn_feedback_template:
+            raise ValueError(
+                f"`turn_feedback_template` lacks the slot {{feedback_raw}}: {self.turn_feedback_template!r}. Add it "
+                "where it belongs."
+            )
         for name in ("max_turn_length", "max_observation_length"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -78,11 +98,15 @@ class AgentOptions:
             "use_successful_as_teacher", "dont_reprompt_on_self_success", "include_environment_feedback",
             "environment_feedback_only_without_solution", "remove_thinking_from_demonstration", "reprompt_placement",
             "max_reprompt_len", "reprompt_template", "solution_template", "feedback_template", "demonstration_choice",
-            "success_buffer_size",
+            "success_buffer_size", "distillation_span", "turn_feedback_template",
         ]  # fmt: skip
         return [
             *((name, self.reads_feedback, told) for name in of_feedback),
             ("distillation_temperature", self.distillation_weight > 0, "a `distillation_weight` above 0"),
             ("teacher_context", self.distillation_weight > 0, "a `distillation_weight` above 0"),
+            *(
+                (name, self.include_environment_feedback, "`include_environment_feedback=True`")
+                for name in ("distillation_span", "turn_feedback_template")
+            ),
             ("max_observation_length", self.distillation_weight > 0, "a `distillation_weight` above 0"),
         ]

@@ -6,14 +6,16 @@ Knows: TRL's rollouts and its tool loop. Deliberately does not know: feedback, t
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from trl.data_utils import is_conversational
 
 from . import rows as row_rules
+from .agent_metrics import AgentMetrics, is_truncated
 from .files import FilesTrainer, attribute
 from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
+from .turns import turn_starts
 
 
 class AgentTrainer(FilesTrainer):
@@ -26,6 +28,7 @@ class AgentTrainer(FilesTrainer):
     _distills: bool
     _batch_tools: "list[list[Any] | None] | None" = None  # what each row of the batch declares
     _reader: ResponseReader | None = None
+    _agent_metrics: AgentMetrics
 
     @property
     def _acts(self) -> bool:
@@ -51,8 +54,7 @@ class AgentTrainer(FilesTrainer):
             )
         if self.tools:
             self._reader = ResponseReader(self._tokenizer, self.eos_token_ids, limit)
-        self._tool_calls, self._tool_successes = Counter(), Counter()
-        self._call_count = self._failure_count = 0
+        self._agent_metrics = AgentMetrics(self.accelerator, [tool.__name__ for tool in self.tools])
 
     # Rows
 
@@ -148,11 +150,29 @@ class AgentTrainer(FilesTrainer):
     # Turns
 
     def _generate(self, prompts):
+        self._tool_calls, self._tool_successes = Counter(), Counter()
         self._call_count = self._failure_count = 0
-        if not (self._distills and self.tools):
-            return super()._generate(prompts)
-        with self._reader.reading():
-            return super()._generate(prompts)
+        with self._reader.reading() if self._distills and self.tools else nullcontext():
+            output = super()._generate(prompts)
+        if self._distills and self._acts:
+            self._count_rollouts(output)
+        return output
+
+    def _count_rollouts(self, output: tuple[Any, ...]) -> None:
+        """Note what the rollouts of one batch were like."""
+        _, completion_ids, sampled, completions, *_ = output
+        masks = [[1] * len(ids) for ids in completion_ids] if sampled is None else sampled
+        end_ids = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        cut = [is_truncated(*row, end_ids) for row in zip(completions, completion_ids, strict=True)]
+        sums = {
+            "turns": sum(len(turn_starts(mask)) for mask in masks),
+            "tool_calls": self._call_count,
+            "tool_failures": self._failure_count,
+            "assistant_tokens": sum(map(sum, masks)),
+            "truncated_share": sum(cut),
+        }
+        mode = "train" if self.model.training else "eval"
+        self._agent_metrics.add_rollouts(mode, sums, len(masks), self._tool_calls, self._tool_successes)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         positions = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
@@ -176,7 +196,6 @@ class AgentTrainer(FilesTrainer):
             return super()._tool_call_loop(
                 prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
             )
-        self._tool_calls, self._tool_successes = Counter(), Counter()
         declared = self._batch_tools or [None] * len(prompts)
         for name in ("_sync_tool_dicts", "_async_tool_dicts"):
             boxes = []

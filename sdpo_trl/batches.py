@@ -11,6 +11,7 @@ _PROMPT = (("prompt_ids", "prompt_mask"), ("teacher_prompt_ids", "teacher_prompt
 _COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "teacher_hidden",
+    "in_span", "turn_index", "teacher_positions",
 )  # fmt: skip
 _VISION = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
@@ -42,3 +43,33 @@ def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
         if key in batch and batch[key].dim() > 1 and batch[key].size(1) == width:
             trimmed[key] = batch[key][:, :end]
     return trimmed
+
+
+def teacher_view(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the completions as the teacher reads them: with hints between the turns, where there are any."""
+    if "teacher_positions" not in batch:
+        return batch
+    return {
+        **batch,
+        "completion_ids": batch["teacher_completion_ids"],
+        "completion_mask": batch["teacher_completion_mask"],
+    }
+
+
+def student_positions(hidden: torch.Tensor, batch: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
+    """
+    From states along the teacher's completions to states along the student's.
+
+    Args:
+        hidden (`torch.Tensor`): Shape `(R, T', H)`.
+        batch (`dict`): Where the teacher reads other completions, `teacher_positions` of shape `(B, T)` says where
+            each of the student's tokens stands in them.
+        rows (`torch.Tensor`): int64 of shape `(R,)`.
+
+    Returns:
+        `torch.Tensor`: shape `(R, T, H)`.
+    """
+    if "teacher_positions" not in batch:
+        return hidden
+    positions = batch["teacher_positions"][rows]
+    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))

@@ -247,6 +247,7 @@ class SDPOConfig(AgentOptions, ControlOptions, GRPOConfig):
             ("teacher_model_kind", ("live", "base", "ema", "snapshot", "trust_region")),
             ("reprompt_placement", ("last_user", "append")),
             ("teacher_context", ("feedback", "none")),
+            ("distillation_span", ("all", "from_hint", "hinted_turn")),
             ("distillation_routing", ("all", "failed", "positive_advantage")),
             ("distillation_weight_schedule", ("constant", "linear", "cosine")),
             ("distillation_signal", ("loss", "advantage_magnitude")),

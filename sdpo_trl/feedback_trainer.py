@@ -27,6 +27,8 @@ from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .turn_hints import TurnHintWriter
+from .turns import keep_reached, span_mask, turn_index
 
 
 class FeedbackTrainer(AgentTrainer):
@@ -42,6 +44,7 @@ class FeedbackTrainer(AgentTrainer):
     _feedback_calls: list[Any]
     _rollouts: Rollouts | None
     _prompt_builder: TeacherPromptBuilder
+    _turn_hints: TurnHintWriter
     _teacher: Teacher
     _teacher_pass: TeacherPass
     _sums: MetricSums
@@ -84,7 +87,8 @@ class FeedbackTrainer(AgentTrainer):
     def _active(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The tokens that are distilled, bool of shape `(B, T)`."""
         known = inputs["completion_ids"] < self._known_tokens
-        return self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
+        active = self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
+        return active & inputs["in_span"] if "in_span" in inputs else active
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
@@ -106,16 +110,16 @@ class FeedbackTrainer(AgentTrainer):
                 inputs,
                 self._event_loop,
             )
-        feedback = rollout_rules.gather_feedback(
-            [
-                *rollout_rules.logged_texts(self._feedback_calls, count),
-                rollout_rules.environment_texts(self.environments),
-                given,
-                rollout_rules.column_texts(inputs, "privileged_context"),
-            ],
-            count,
-        )
-        super()._log_completion_extra("feedback", feedback)
+        sources = [
+            *rollout_rules.logged_texts(self._feedback_calls, count),
+            rollout_rules.environment_texts(self.environments),
+            given,
+            rollout_rules.column_texts(inputs, "privileged_context"),
+        ]
+        feedback = rollout_rules.gather_feedback(sources, count)
+        turns = rollout_rules.gather_turn_feedback(sources, count)
+        shown = [rollout_rules.shown_feedback(*row) for row in zip(feedback, turns, strict=True)]
+        super()._log_completion_extra("feedback", shown)
         worked = rollout_rules.column_texts(inputs, "demonstration")
         if self.args.remove_thinking_from_demonstration:
             worked = [text and strip_thinking(text) for text in worked]
@@ -126,7 +130,7 @@ class FeedbackTrainer(AgentTrainer):
                 question_key(row, row.get("prompt", prompt), column)
                 for row, prompt in zip(inputs, prompts, strict=True)
             ]
-        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys)
+        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys, turns)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -172,7 +176,7 @@ class FeedbackTrainer(AgentTrainer):
         )
         everyones = gather_object(texts)
         seed = args.seed + self.state.global_step
-        rich = torch.tensor([text is not None for text in rollouts.feedback], device=self.accelerator.device)
+        rich = torch.tensor(rollouts.rich, device=self.accelerator.device)
         return rollout_rules.route(
             rollouts,
             success,
@@ -224,6 +228,8 @@ class FeedbackTrainer(AgentTrainer):
     def _teacher_rows(self, output: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The row-aligned tensors of the teacher, and the counts that the loss is divided by."""
         device = self.accelerator.device
+        turns = turn_index(self._loss_mask(output))  # (B, T)
+        self._rollouts = keep_reached(self._rollouts, turns, output["completion_mask"])
         success = self._succeeded(self._rollouts.rewards)
         routing = self._route(output, success)
         available, weights = self._gated(routing, output, success)
@@ -231,7 +237,10 @@ class FeedbackTrainer(AgentTrainer):
         if self._teacher_answers and not self.model.training:
             self._evaluate_teacher(inputs, routing.hints, output)
         built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
-        active = self._active({**output, "feedback_available": available})  # (B, T)
+        inserted, cut = self._turn_hints.build(hints, output, built.lengths)
+        if self.args.distillation_span != "all":
+            weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
+        active = self._active({**output, **weights, "feedback_available": available})  # (B, T)
         counts = torch.stack([active.sum(), active.any(dim=1).sum()])
         counts = self.accelerator.reduce(counts, reduction="sum")
         metrics = self._metrics[self._mode]
@@ -239,7 +248,7 @@ class FeedbackTrainer(AgentTrainer):
         stats = {
             **routing.stats,
             "distilled_share": float(available.sum()),
-            "shortened_share": float(built.shortened),
+            "shortened_share": float(len(built.shortened | cut)),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])
         if self.model.training:
@@ -251,8 +260,9 @@ class FeedbackTrainer(AgentTrainer):
             "feedback_available": available,
             "active_tokens": counts[0],
             "active_rows": counts[1],
+            **({"turn_index": turns} if self._acts else {}),
             **weights,
-            **{key: value.to(device) for key, value in built.tensors.items()},
+            **{key: value.to(device) for key, value in {**built.tensors, **inserted}.items()},
         }
         return {**rows, **self._teacher_pass.cached({**output, **rows}, active.any(dim=1))}
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .agent_metrics import turn_sums
 from .batches import take_rows, trim_padding
 from .divergence import DivergenceSpec, bounded_teacher
 from .feedback_trainer import FeedbackTrainer
@@ -51,6 +52,8 @@ class LossTrainer(FeedbackTrainer):
         with self._tap.consume(score):
             policy_loss = super()._compute_loss(model, policy)
         sums = self._sums.add_tokens(self._mode, token_sums(scored[0], spec))
+        if self._acts:
+            self._agent_metrics.add_tokens(self._mode, turn_sums(scored[0].divergence, inputs["turn_index"][active]))
         if self.model.training:
             self._gap_size.add(sums["gap_size"], sums["count"])
         if self._scales_advantages:

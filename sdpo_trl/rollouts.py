@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from .feedback import check_texts, join_texts, select_feedback
-from .reprompt import Hint, Prompt, completion_text, strip_thinking
+from .feedback import Feedback, TurnText, check_texts, join_texts, join_turns, select_feedback
+from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Rollouts:
         feedback (`list[str | None]`): The joined texts of all sources.
         worked_solutions (`list[str | None]`): The `demonstration` column.
         keys (`list[str]`, *optional*): What names each question across steps, where a success buffer is kept.
+        turn_feedback (`list[tuple[TurnText, ...]]`, *optional*): The texts that belong to single turns.
     """
 
     prompts: list[Prompt]
@@ -36,6 +37,17 @@ class Rollouts:
     feedback: list[str | None]
     worked_solutions: list[str | None]
     keys: list[str] | None = None
+    turn_feedback: list[tuple[TurnText, ...]] | None = None
+
+    @property
+    def rich(self) -> list[bool]:
+        """Whether each rollout has feedback of its own."""
+        return [text is not None or bool(turns) for text, turns in zip(self.feedback, self.turns, strict=True)]
+
+    @property
+    def turns(self) -> list[tuple[TurnText, ...]]:
+        """The texts per turn, empty where there are none."""
+        return [()] * len(self.prompts) if self.turn_feedback is None else self.turn_feedback
 
 
 def weighted_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -58,7 +70,7 @@ def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | No
     return check_texts([row.get(column) for row in inputs], len(inputs), f"The dataset column `{column}`")
 
 
-def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
+def logged_texts(calls: Sequence[Any], count: int) -> list[list[Feedback]]:
     """
     What reward functions gave to `log_extra("feedback", ...)`: one list per round over the rollouts.
 
@@ -69,7 +81,7 @@ def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
         count (`int`): Number of rollouts.
     """
     source = "`log_extra('feedback', ...)`"
-    rounds: list[list[str | None]] = []
+    rounds: list[list[Feedback]] = []
     singles: list[Any] = []
     for call in calls:
         if isinstance(call, str):
@@ -77,18 +89,18 @@ def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
         if not isinstance(call, Sequence):
             raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got {type(call).__name__}.")
         if len(call) == count:
-            rounds.append(check_texts(call, count, source))
+            rounds.append(check_texts(call, count, source, turns=True))
         elif len(call) == 1:
             singles.extend(call)
         else:
             check_texts(call, count, source)
     if len(singles) % count:
         check_texts(singles, count, source)
-    rounds += [check_texts(singles[i : i + count], count, source) for i in range(0, len(singles), count)]
+    rounds += [check_texts(singles[i : i + count], count, source, turns=True) for i in range(0, len(singles), count)]
     return rounds
 
 
-def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
+def environment_texts(environments: Sequence[Any] | None) -> list[Feedback] | None:
     """The `feedback` of each rollout's environment, `None` where it has no such attribute; `None` without any."""
     if environments is None:
         return None
@@ -102,7 +114,8 @@ def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | 
                 raise
             return None
 
-    return check_texts([text_of(x) for x in environments], len(environments), "The environments' `feedback`")
+    source = "The environments' `feedback`"
+    return check_texts([text_of(x) for x in environments], len(environments), source, turns=True)
 
 
 def function_texts(
@@ -112,7 +125,7 @@ def function_texts(
     rewards: list[float],
     inputs: Sequence[dict[str, Any]],
     event_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> list[str | None]:
+) -> list[Feedback]:
     """Call `feedback_func(prompts, completions, rewards, **columns)`, on `event_loop()` if it gives a coroutine."""
     columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
     taken = sorted(columns.keys() & {"prompts", "completions", "rewards"})
@@ -121,12 +134,23 @@ def function_texts(
     texts = func(prompts, completions, rewards, **columns)
     if asyncio.iscoroutine(texts):
         texts = asyncio.run_coroutine_threadsafe(texts, event_loop()).result()
-    return check_texts(texts, len(prompts), "`feedback_func`")
+    return check_texts(texts, len(prompts), "`feedback_func`", turns=True)
 
 
-def gather_feedback(sources: Sequence[list[str | None] | None], count: int) -> list[str | None]:
+def gather_feedback(sources: Sequence[list[Feedback] | None], count: int) -> list[str | None]:
     """Join the texts of all sources that exist, in their order."""
     return join_texts([source for source in sources if source is not None], count)
+
+
+def gather_turn_feedback(sources: Sequence[list[Feedback] | None], count: int) -> list[tuple[TurnText, ...]]:
+    """Join the texts per turn of all sources that exist, in their order."""
+    return join_turns([source for source in sources if source is not None], count)
+
+
+def shown_feedback(text: str | None, turns: tuple[TurnText, ...]) -> str | None:
+    """One rollout's feedback as a table shows it."""
+    parts = [] if text is None else [text]
+    return "\n\n".join([*parts, *(f"[turn {turn}] {told}" for turn, told in turns)]) or None
 
 
 _REASONING = ("reasoning_content", "thinking")  # where response parsers of transformers put the thinking
@@ -252,10 +276,11 @@ def route(
         if solution is None and not has_sibling:
             solution = remembered[row] or rollouts.worked_solutions[row]
             recalled += solution is not None and solution is remembered[row]
-        feedback = rollouts.feedback[row] if rule.include_feedback else None
+        feedback, turns = (rollouts.feedback[row], rollouts.turns[row]) if rule.include_feedback else (None, ())
         if solution is not None and rule.feedback_only_without_solution:
-            feedback = None
-        hints.append(Hint(solution, feedback) if has_feedback or solution is not None else None)
+            feedback, turns = None, ()
+        told = has_feedback or solution is not None
+        hints.append(hint_of(solution, feedback, turns) if told else None)
 
     return Routing(
         hints, {**_stats(rollouts, hints, all_success, local, group_size), "remembered_share": float(recalled)}
@@ -281,7 +306,7 @@ def _stats(
         # Groups may span processes, so each one is counted once, in equal parts, by all of its rows.
         "success_group_share": group_solved.repeat_interleave(group_size)[local].sum().item(),
         "demonstration_share": float(sum(shown)),
-        "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
+        "feedback_share": float(sum(rollouts.rich)),
         "distilled_share": float(sum(hint is not None for hint in hints)),
         "remembered_share": 0.0,
         "lone_success_share": float(sum(passed and not had for passed, had in zip(success, shown, strict=True))),

@@ -27,13 +27,15 @@ class TeacherPrompts:
             padded left; for vision models also the per-token types of the prompt.
         prompts (`list`): What the teachers are asked, as text or messages; the student's own where there is no hint.
         texts (`list[str]`): What the teacher reads, special tokens included.
-        shortened (`int`): Rows whose hint was cut to fit the budget.
+        shortened (`set[int]`): Rows whose hint was cut to fit the budget.
+        lengths (`list[int]`): Tokens of each prompt.
     """
 
     tensors: dict[str, torch.Tensor]
     prompts: list[Prompt]
     texts: list[str]
-    shortened: int
+    shortened: set[int]
+    lengths: list[int]
 
 
 class TeacherPromptBuilder:
@@ -53,6 +55,11 @@ class TeacherPromptBuilder:
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
         self._header_checked = False
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the teacher may read before the answer, hints between its turns included."""
+        return self._budget
 
     def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
         """
@@ -75,7 +82,7 @@ class TeacherPromptBuilder:
             if hint is not None and not hint.changes_prompt:  # to the token, whoever made them
                 ids[i] = output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist()
         types: dict[str, list[Any]] = {}
-        shortened = 0
+        shortened: set[int] = set()
         written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
         if wanted:
             tokenized, fields = self._tokenize([written[i] for i in wanted], wanted)
@@ -87,7 +94,7 @@ class TeacherPromptBuilder:
                     written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i])
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
-                    shortened += 1
+                    shortened.add(i)
             self._check_header(prompts, changed, ids)
         tensors = {
             "teacher_prompt_ids": self._pad(ids, self._tokenizer.pad_token_id),
@@ -96,7 +103,7 @@ class TeacherPromptBuilder:
         for key, rows in types.items():
             tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
         texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
-        return TeacherPrompts(tensors, written, texts, shortened)
+        return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
         """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""

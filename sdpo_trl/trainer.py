@@ -22,6 +22,7 @@ from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .teacher import Teacher, WeightStore, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .turn_hints import TurnHintWriter
 
 
 class SDPOTrainer(LossTrainer):
@@ -149,6 +150,7 @@ class SDPOTrainer(LossTrainer):
         self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
         self._prompt_builder = TeacherPromptBuilder(self)
+        self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)
         self._sums = MetricSums(
@@ -205,6 +207,8 @@ class SDPOTrainer(LossTrainer):
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/divergence"])
             if not self.reward_funcs:
                 means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
+            if self._acts:
+                means |= self._agent_metrics.flush(self._mode)
             self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         super().log(logs, start_time)
 

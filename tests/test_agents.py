@@ -409,3 +409,62 @@ def test_nothing_is_cut_from_the_left(tmp_path):
     trainer = make(tmp_path, [["ok$"]], data=Dataset.from_list(data), trainer_tools=[add], max_completion_length=9)
     for prompt, _, hint in rows_of(trainer):
         assert prompt.endswith("BEGIN" + "x" * 1500 + "<|end|><|assistant|>") and "BEGIN" + "x" * 1500 in hint
+
+
+# Logs
+
+
+def lookup(at: str) -> str:
+    """
+    Look something up.
+
+    Args:
+        at: What.
+    """
+    return at
+
+
+def test_the_logs_of_rollouts(tmp_path):
+    good, bad = call("add", a=1, b=2), call("broken", a=1)
+    scripts = [[good + bad + "$", good + "$", "done$"], [call("nothing") + "$", "ab"], ["cd$"], ["cd$"]]
+    trainer = make(
+        tmp_path, scripts, data=tiny.prompts(2, chat=True), trainer_tools=[add, broken, lookup], max_steps=1,
+        teacher_model_kind="base",
+    )  # fmt: skip
+    trainer.train()
+    (row,) = tiny.training_logs(trainer)
+    lengths = [len(text.replace("$", "E")) for script in scripts for text in script]
+    assert row["sdpo/turns"] == 7 / 4 and row["sdpo/tool_calls"] == 1.0 and row["sdpo/tool_failures"] == 0.5
+    assert row["sdpo/assistant_tokens"] == sum(lengths) / 4 and row["sdpo/truncated_share"] == 0.25
+    assert row["sdpo/tool_success/add"] == 1.0 and row["sdpo/tool_success/broken"] == 0.0
+    assert row["sdpo/tool_success/lookup"] is None  # never called
+    assert row["sdpo/divergence/turn_3"] is None and row["sdpo/divergence/turn_4_on"] is None
+    counts = [lengths[0] + lengths[3] + lengths[5] + lengths[6], lengths[1] + lengths[4], lengths[2]]
+    parts = [row[f"sdpo/divergence/turn_{turn}"] * count for turn, count in enumerate(counts)]
+    assert sum(parts) / sum(counts) == pytest.approx(row["sdpo/divergence"], rel=1e-5)
+
+
+def test_an_unanswered_call_is_truncated_too(tmp_path):
+    first = call("add", a=1, b=2) + "$"
+    trainer = make(tmp_path, [[first] * 3], trainer_tools=[add], max_tool_calling_iterations=2, max_steps=1)
+    trainer.train()
+    (row,) = tiny.training_logs(trainer)
+    assert row["sdpo/truncated_share"] == 1.0 and row["sdpo/turns"] == 3.0
+
+
+def test_the_keys_do_not_depend_on_what_happened(tmp_path):
+    keys = []
+    for scripts in ([["at once$"]], [[call("add", a=1, b=2) + "$", "done$"]]):
+        trainer = make(tmp_path, scripts, trainer_tools=[add], max_steps=3, num_iterations=2)
+        trainer.train()
+        keys += [{name for name in row if name.startswith("sdpo/")} for row in tiny.training_logs(trainer)]
+        keys += [{name.removeprefix("eval_") for name in trainer.evaluate(tiny.prompts(2, chat=True))}]
+    training = [found for found in keys if "sdpo/distillation_weight" in found]
+    assert len(training) == 6 and all(found == training[0] for found in training)
+    assert keys[3] == keys[7] and {n for n in keys[3] if "/turn_" in n} == {n for n in keys[0] if "/turn_" in n}
+
+
+def test_no_such_logs_for_single_turns(tmp_path):
+    trainer = tiny.trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert not [name for name in tiny.training_logs(trainer)[0] if "turn" in name or "tool" in name]

@@ -178,9 +178,18 @@ ACTING = {
     "trainer_rollout_func": tiny.scripted(LOOKING),
     "max_completion_length": 100,
 }
+
+
+def told_late(prompts, completions, rewards, **columns):
+    return [[(1, "look twice")] if len(turns) > 2 else None for turns in completions]
+
+
+TOLD = {**ACTING, "trainer_feedback_func": told_late, "reward": hopeless}
 CASES |= {
     "teacher_context": Case("none", "first prompts", {"trainer_teacher_model": "FOLDER"}),
     "distillation_temperature": Case(2.0, "loss"),
+    "distillation_span": Case("hinted_turn", "loss", TOLD),
+    "turn_feedback_template": Case("<{feedback_raw}>", "loss", TOLD),
     "max_turn_length": Case(3, "answers", {**ACTING, "trainer_rollout_func": None}),
     "max_observation_length": Case(8, "answers", ACTING),
 }
@@ -293,6 +302,10 @@ UNTOLD = {"include_environment_feedback": False}
         ({"teacher_context": "none", "max_reprompt_len": 99}, "no effect.*`teacher_context='feedback'`"),
         ({"teacher_context": "none", "success_buffer_size": 1}, "no effect.*`teacher_context='feedback'`"),
         ({"distillation_temperature": 0.0}, "`distillation_temperature` must be a positive number or `None`, got 0.0"),
+        ({"distillation_span": "last"}, "must be one of all, from_hint, hinted_turn, got 'last'"),
+        ({**UNTOLD, "distillation_span": "from_hint"}, "include_environment_feedback=True"),
+        ({**UNTOLD, "turn_feedback_template": "<{feedback_raw}>"}, "include_environment_feedback=True"),
+        ({"turn_feedback_template": "<>"}, "`turn_feedback_template` lacks the slot {feedback_raw}"),
         ({"max_turn_length": 0}, "`max_turn_length` must be whole and at least 1, got 0"),
         ({"max_turn_length": 7}, "more than the whole rollout may have.*`max_completion_length=6`"),
         ({"max_turn_length": 3, "generation_kwargs": {"max_new_tokens": 3}}, "say the same. Drop one"),
@@ -432,6 +445,8 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "distillation_gain_max": 10.0,
     "teacher_snapshot_gate": False,
     "teacher_context": "feedback",
+    "turn_feedback_template": "<{feedback_raw}>",
+    "max_turn_length": 5,
 }
 
 
