@@ -17,6 +17,7 @@ from sdpo_trl import SDPOTrainer
 EXPECTED = {
     "GRPOTrainer.__init__": "a9957d15de1e56db",
     "GRPOTrainer._set_signature_columns_if_needed": "d29bc22f99c1edb3",
+    "GRPOTrainer._get_train_sampler": "1b25d1c0176a460e",
     "GRPOTrainer._get_per_token_logps_and_entropies": "31bbe58ca8ba5d47",
     "GRPOTrainer.training_step": "96c133253ca1d7ee",
     "GRPOTrainer._prepare_inputs": "b6f38f7a05aa4406",
@@ -35,6 +36,7 @@ EXPECTED = {
     "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
     "Trainer.save_model": "0ea4ba18a261c6c7",
     "_BaseTrainer.create_model_card": "2845ed823c4df45c",
+    "RepeatSampler": "0769fe928c1dc733",
     "add_fused_lm_head": "27301e73e4ace4f2",
     "shuffle_sequence_dict": "03c0043ab5aba2fe",
     "split_tensor_dict": "5cf32f6e8f1430a4",
