@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from trl.data_utils import is_conversational
 
 from . import rows as row_rules
 from .agent_metrics import AgentMetrics, is_truncated
+from .batches import position_limit
 from .files import FilesTrainer, attribute
 from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
 from .turns import turn_starts
@@ -29,11 +31,12 @@ class AgentTrainer(FilesTrainer):
     _batch_tools: "list[list[Any] | None] | None" = None  # what each row of the batch declares
     _reader: ResponseReader | None = None
     _agent_metrics: AgentMetrics
+    _masks_context: bool = False  # a `rollout_func` has told its own tokens from others, on some process
 
     @property
     def _acts(self) -> bool:
         """Whether a rollout may have several turns."""
-        return bool(self.tools) or self.environment_factories is not None or self.rollout_func is not None
+        return bool(self.tools) or self.environment_factories is not None or self._masks_context
 
     def _set_up_agent(self) -> None:
         """After TRL's own set-up: the reader of tool calls, and the limit of a turn."""
@@ -154,6 +157,9 @@ class AgentTrainer(FilesTrainer):
         self._call_count = self._failure_count = 0
         with self._reader.reading() if self._distills and self.tools else nullcontext():
             output = super()._generate(prompts)
+        if self.rollout_func is not None:
+            masks = torch.tensor([output[2] is not None], device=self.accelerator.device)
+            self._masks_context |= bool(self.accelerator.gather(masks).any())
         if self._distills and self._acts:
             self._count_rollouts(output)
         return output
@@ -175,7 +181,7 @@ class AgentTrainer(FilesTrainer):
         self._agent_metrics.add_rollouts(mode, sums, len(masks), self._tool_calls, self._tool_successes)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        positions = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
+        positions = position_limit(self.model.config)
         for row, ids in enumerate(prompt_ids):
             # TRL's tool loop has already ended the interactions that are this long.
             if self._distills and positions is not None and len(ids) >= positions:

@@ -19,6 +19,12 @@ _VISION = (
 )  # fmt: skip
 
 
+def position_limit(config: Any) -> int | None:
+    """Tokens that a model of this configuration can read at once, `None` where it sets no limit."""
+    # Some architectures have no such limit; others name it differently, which only the attribute knows.
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def vision_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """What a vision model's forward needs beside the ids; empty for text."""
     return {name: batch[name] for name in _VISION if name in batch} if "pixel_values" in batch else {}
@@ -37,12 +43,20 @@ def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
             start = int(batch[mask].bool().any(dim=0).int().argmax())
             trimmed[ids], trimmed[mask] = batch[ids][:, start:], batch[mask][:, start:]
     width = batch["completion_mask"].size(1)
-    used = batch["completion_mask"].bool().any(dim=0).nonzero()
-    end = int(used[-1]) + 1 if used.numel() else 1
+    end = _used(batch["completion_mask"])
     for key in _COMPLETION:
         if key in batch and batch[key].dim() > 1 and batch[key].size(1) == width:
             trimmed[key] = batch[key][:, :end]
+    for key in ("teacher_completion_ids", "teacher_completion_mask"):
+        if key in batch:
+            trimmed[key] = batch[key][:, : _used(batch["teacher_completion_mask"])]
     return trimmed
+
+
+def _used(mask: torch.Tensor) -> int:
+    """Columns up to the last one that any row uses, at least 1."""
+    used = mask.bool().any(dim=0).nonzero()
+    return int(used[-1]) + 1 if used.numel() else 1
 
 
 def teacher_view(batch: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from trl.data_utils import is_conversational
 from trl.trainer.utils import pad
 
+from .batches import position_limit
 from .reprompt import Hint, Prompt, shorten, teacher_prompt
 
 logger = logging.getLogger(__name__)
@@ -42,16 +43,19 @@ class TeacherPromptBuilder:
     """
     Args:
         trainer ([`SDPOTrainer`]): Supplies the tokenizer, the chat template and its options, tools and environments.
+        teacher_positions (`int`, *optional*): Tokens that an external teacher can read, answer included.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, teacher_positions: int | None = None) -> None:
         self._trainer = trainer
+        self._teacher_positions = teacher_positions
         self._tokenizer = trainer._tokenizer
         self._templates = trainer.args.templates
         self._placement = trainer.args.reprompt_placement
         self._budget = trainer.args.max_reprompt_len
-        # Some architectures have no such limit; others name it differently, which only the attribute knows.
-        positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or 0
+        positions = position_limit(trainer.model.config) or 0
+        if teacher_positions is not None:
+            positions = min(positions or teacher_positions, teacher_positions)
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
         self._header_checked = False
@@ -102,6 +106,7 @@ class TeacherPromptBuilder:
         }
         for key, rows in types.items():
             tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
+        self._check_room(hints, ids, output)
         texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
         return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
 
@@ -132,6 +137,19 @@ class TeacherPromptBuilder:
                 "set `reprompt_placement='last_user'`."
             ) from error
         return ids, fields
+
+    def _check_room(self, hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]) -> None:
+        """Refuse what an external teacher cannot read; the student's own limits have been kept already."""
+        if self._teacher_positions is None:
+            return
+        answers = output["completion_mask"].sum(dim=1).tolist()
+        for row, (hint, prompt, answer) in enumerate(zip(hints, ids, answers, strict=True)):
+            if hint is not None and len(prompt) + answer > self._teacher_positions:
+                raise ValueError(
+                    f"Row {row} has a prompt of {len(prompt)} and an answer of {answer} tokens, more than the "
+                    f"teacher's {self._teacher_positions} positions. Shorten them (`max_completion_length`), or take "
+                    "a teacher that reads more: nothing is cut from them."
+                )
 
     def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[Prompt, list[int], dict[str, Any]]:
         def fits(candidate: Hint) -> bool:

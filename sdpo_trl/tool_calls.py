@@ -4,8 +4,8 @@ TRL turns an unknown tool, wrong arguments and a tool that raises into an observ
 too. Knows: texts, messages, functions. Deliberately does not know: models, trainers.
 """
 
-import asyncio
 import functools
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -114,7 +114,7 @@ class ToolBox(dict):
 
 
 def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callable[..., Any]:
-    if asyncio.iscoroutinefunction(tool):
+    if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
         async def call(**arguments: Any) -> Any:

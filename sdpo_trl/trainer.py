@@ -10,7 +10,8 @@ from trl.trainer.utils import get_config_model_id
 
 from . import no_reward
 from .arguments import check_arguments
-from .callbacks import TeacherUpdateCallback
+from .batches import position_limit
+from .callbacks import PromptOrderCallback, TeacherUpdateCallback
 from .config import SDPOConfig
 from .external import load_external_teacher, prepare_external_teacher
 from .files import attribute
@@ -107,6 +108,7 @@ class SDPOTrainer(LossTrainer):
             if not self.reward_funcs:  # no environment brought its own
                 no_reward.check_unrewarded(args)
         self._set_up_agent()
+        self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
             self._set_up_distillation(teacher_model)
@@ -149,7 +151,8 @@ class SDPOTrainer(LossTrainer):
         )
         self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
-        self._prompt_builder = TeacherPromptBuilder(self)
+        limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
+        self._prompt_builder = TeacherPromptBuilder(self, limit)
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = teacher_tap.model.get_output_embeddings().weight.size(0)

@@ -8,6 +8,9 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from trl import GRPOTrainer
+
+from sdpo_trl import SDPOTrainer
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -468,3 +471,21 @@ def test_no_such_logs_for_single_turns(tmp_path):
     trainer = tiny.trainer(tmp_path, max_steps=1)
     trainer.train()
     assert not [name for name in tiny.training_logs(trainer)[0] if "turn" in name or "tool" in name]
+
+
+# Nothing of it in GRPO
+
+
+def test_without_distillation_it_is_grpo_bit_for_bit(tmp_path):
+    """Also where a call cannot be read: TRL takes it for an answer."""
+    scripts = [[call("add", a=1, b=2) + "$", "done$"], [WRONG["json"][0] + "$"], [call("broken", a=1) + "$", "no$"]]
+    weights = []
+    for cls in (SDPOTrainer, GRPOTrainer):
+        args = tiny.config(tmp_path, distillation_weight=0.0, max_completion_length=400)
+        trainer = cls(
+            tiny.build_model(max_position_embeddings=8192), tiny.even_length, args, tiny.prompts(2, chat=True),
+            processing_class=tiny.tool_tokenizer(), tools=[add, broken],
+        )  # fmt: skip
+        tiny.acting(trainer, scripts).train()
+        weights.append(tiny.trained(trainer.model))
+    tiny.assert_equal(*weights)

@@ -8,6 +8,7 @@ import os
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from transformers import GPT2Config, PreTrainedModel
 
@@ -94,6 +95,21 @@ def test_a_teacher_of_another_size_and_architecture(tmp_path):
     trainer = make(tmp_path, teacher=other_architecture(), max_steps=3)
     trainer.train()
     assert all(math.isfinite(row["loss"]) and row["loss"] > 0 for row in tiny.training_logs(trainer))
+
+
+@pytest.mark.parametrize("context", ["none", "feedback"])
+def test_a_teacher_that_cannot_read_so_much(tmp_path, context):
+    """Learned positions end; 256 of them."""
+    options = {"teacher_context": context, "teacher": other_architecture()}
+    data = tiny.prompts(2).to_list()
+    data[1]["prompt"] = "y" * 252
+    options |= {"data": Dataset.from_list(data), "shuffle_dataset": False}
+    message = {
+        "none": r"Row 4 has a prompt of 252 and an answer of 6 tokens, more than the teacher's 256 positions",
+        "feedback": r"teacher's prompt of row 4 leaves no room for its feedback",
+    }[context]
+    with pytest.raises(ValueError, match=message):
+        tiny.micro_batches(make(tmp_path, tiny.telling(), **options))
 
 
 def test_a_different_mapping_is_refused_by_its_first_token(tmp_path):
