@@ -22,8 +22,8 @@ class AgentOptions:
         teacher_context (`str`, *optional*, defaults to `"feedback"`):
             `"feedback"`: the teacher reads the feedback of a rollout, and rollouts without any are not distilled.
             `"none"`: the teacher reads exactly what the student reads, and all rollouts are distilled; needs
-            `teacher_model=`, since the student itself would teach nothing. Then no reward function is needed where
-            nothing else reads rewards.
+            `teacher_model=`, since the student itself would teach nothing. Then (and with feedback alone,
+            `use_successful_as_teacher=False`) no reward function is needed where nothing else reads rewards.
         distillation_temperature (`float`, *optional*):
             `T > 0`: both models' logits are divided by it in the divergence, and the loss is multiplied by `T ** 2`,
             which keeps the size of its gradient (Hinton et al., arXiv 1503.02531). `None`: the sampling temperature,

@@ -4,6 +4,7 @@ Knows: TRL's rollouts and its tool loop. Deliberately does not know: feedback, t
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,6 +19,8 @@ from .batches import position_limit
 from .files import FilesTrainer, attribute
 from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
 from .turns import turn_starts
+
+logger = logging.getLogger(__name__)
 
 
 class AgentTrainer(FilesTrainer):
@@ -181,15 +184,37 @@ class AgentTrainer(FilesTrainer):
         self._agent_metrics.add_rollouts(mode, sums, len(masks), self._tool_calls, self._tool_successes)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        with self._within_positions(prompt_ids) if self._distills else nullcontext():
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+            )
+
+    @contextmanager
+    def _within_positions(self, prompt_ids: Sequence[Sequence[int]]) -> Iterator[None]:
+        """
+        Refuse a prompt that fills the model's positions, and within, generate no further than they reach.
+
+        vLLM has a limit of its own. Elsewhere the rows of one call are generated together, so the longest of them
+        limits all.
+        """
         positions = position_limit(self.model.config)
-        for row, ids in enumerate(prompt_ids):
-            # TRL's tool loop has already ended the interactions that are this long.
-            if self._distills and positions is not None and len(ids) >= positions:
-                raise ValueError(
-                    f"The prompt of row {row} of the batch has {len(ids)} tokens, which leaves no room for an answer "
-                    f"within the model's {positions} positions. Shorten or drop it: nothing is cut from a prompt."
-                )
-        return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+        longest = max(map(len, prompt_ids))
+        if positions is not None and longest >= positions:
+            # TRL's tool loop has already ended the interactions that are this long, so this is a prompt of the batch.
+            row = next(i for i, ids in enumerate(prompt_ids) if len(ids) >= positions)
+            raise ValueError(
+                f"The prompt of row {row} of the batch has {len(prompt_ids[row])} tokens, which leaves no room for an "
+                f"answer within the model's {positions} positions. Shorten or drop it: nothing is cut from a prompt."
+            )
+        if self.use_vllm or positions is None or longest + self.generation_config.max_new_tokens <= positions:
+            yield
+            return
+        logger.warning(
+            f"A prompt of {longest} tokens leaves {positions - longest} of the model's {positions} positions, so all "
+            "answers that are generated with it end there."
+        )
+        with attribute(self.generation_config, "max_new_tokens", positions - longest):
+            yield
 
     def _get_tool_suffix_ids(self, tool_messages):
         if self._distills:

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
+from . import feedback_sources
 from . import rollouts as rollout_rules
 from .agent_trainer import AgentTrainer
 from .batches import vision_inputs
@@ -102,7 +103,7 @@ class FeedbackTrainer(AgentTrainer):
         total = rollout_rules.weighted_rewards(rewards, self.reward_weights)
         given = None
         if self._feedback_func is not None:
-            given = rollout_rules.function_texts(
+            given = feedback_sources.function_texts(
                 self._feedback_func,
                 prompts,
                 completions,
@@ -111,16 +112,16 @@ class FeedbackTrainer(AgentTrainer):
                 self._event_loop,
             )
         sources = [
-            *rollout_rules.logged_texts(self._feedback_calls, count),
-            rollout_rules.environment_texts(self.environments),
+            *feedback_sources.logged_texts(self._feedback_calls, count),
+            feedback_sources.environment_texts(self.environments),
             given,
-            rollout_rules.column_texts(inputs, "privileged_context"),
+            feedback_sources.column_texts(inputs, "privileged_context"),
         ]
-        feedback = rollout_rules.gather_feedback(sources, count)
-        turns = rollout_rules.gather_turn_feedback(sources, count)
-        shown = [rollout_rules.shown_feedback(*row) for row in zip(feedback, turns, strict=True)]
+        feedback = feedback_sources.gather_feedback(sources, count)
+        turns = feedback_sources.gather_turn_feedback(sources, count)
+        shown = [feedback_sources.shown_feedback(*row) for row in zip(feedback, turns, strict=True)]
         super()._log_completion_extra("feedback", shown)
-        worked = rollout_rules.column_texts(inputs, "demonstration")
+        worked = feedback_sources.column_texts(inputs, "demonstration")
         if self.args.remove_thinking_from_demonstration:
             worked = [text and strip_thinking(text) for text in worked]
         keys = None

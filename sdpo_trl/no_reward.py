@@ -18,7 +18,8 @@ def unrewarded(completions: list[Any], **kwargs: Any) -> list[None]:
 def may_lack_rewards(args: Any, reward_funcs: Any) -> bool:
     """Whether no reward function was given and none may be needed (an environment may still bring its own)."""
     given = reward_funcs is not None and (not isinstance(reward_funcs, list) or bool(reward_funcs))
-    if given or args.distillation_weight == 0.0 or args.reads_feedback:
+    shows_successes = args.reads_feedback and args.use_successful_as_teacher
+    if given or args.distillation_weight == 0.0 or shows_successes:
         return False
     if args.reward_weights is not None:
         raise ValueError("`reward_weights` has no effect without `reward_funcs`. Drop it, or give the functions.")
@@ -37,6 +38,7 @@ def check_unrewarded(args: Any) -> None:
         ("distillation_routing", args.distillation_routing == "all"),
         ("prompt_weighting", args.prompt_weighting == "none"),
         ("success_reward_func", args.success_reward_func is None),
+        ("teacher_snapshot_gate", not args.teacher_snapshot_gate),
         ("multi_objective_aggregation", args.multi_objective_aggregation == "sum_then_normalize"),
     ):
         if not unused:

@@ -1,18 +1,16 @@
-"""What one rollout batch has to say: its feedback texts, its successes, and the hint that each row's teacher gets.
+"""What one rollout batch has to say: its successes, and the hint that each row's teacher gets.
 
 Knows: texts, rewards, groups. Deliberately does not know: tokenizers, models, losses. Rows are local to a process
 unless a name says `all`.
 """
 
-import asyncio
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from .feedback import Feedback, TurnText, check_texts, join_texts, join_turns, select_feedback
+from .feedback import TurnText, select_feedback
 from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking
 
 
@@ -63,94 +61,6 @@ def succeeded(rewards: torch.Tensor, threshold: float) -> torch.Tensor:
     Up to a relative 1e-6, so that 0.7 + 0.2 + 0.1 in float32 reaches 1.0. NaN is no success.
     """
     return rewards.double() >= threshold - 1e-6 * max(1.0, abs(threshold))
-
-
-def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | None]:
-    """The texts of a dataset column, `None` where it or its text is missing."""
-    return check_texts([row.get(column) for row in inputs], len(inputs), f"The dataset column `{column}`")
-
-
-def logged_texts(calls: Sequence[Any], count: int) -> list[list[Feedback]]:
-    """
-    What reward functions gave to `log_extra("feedback", ...)`: one list per round over the rollouts.
-
-    A round is one call with a text per rollout, or as many calls with a single text.
-
-    Args:
-        calls (`Sequence`): The values of each call, in order.
-        count (`int`): Number of rollouts.
-    """
-    source = "`log_extra('feedback', ...)`"
-    rounds: list[list[Feedback]] = []
-    singles: list[Any] = []
-    for call in calls:
-        if isinstance(call, str):
-            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got a `str`: {call[:80]!r}.")
-        if not isinstance(call, Sequence):
-            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got {type(call).__name__}.")
-        if len(call) == count:
-            rounds.append(check_texts(call, count, source, turns=True))
-        elif len(call) == 1:
-            singles.extend(call)
-        else:
-            check_texts(call, count, source)
-    if len(singles) % count:
-        check_texts(singles, count, source)
-    rounds += [check_texts(singles[i : i + count], count, source, turns=True) for i in range(0, len(singles), count)]
-    return rounds
-
-
-def environment_texts(environments: Sequence[Any] | None) -> list[Feedback] | None:
-    """The `feedback` of each rollout's environment, `None` where it has no such attribute; `None` without any."""
-    if environments is None:
-        return None
-
-    def text_of(environment: Any) -> Any:
-        try:
-            return environment.feedback
-        except AttributeError:
-            # A property that breaks is no environment without feedback.
-            if inspect.getattr_static(environment, "feedback", None) is not None:
-                raise
-            return None
-
-    source = "The environments' `feedback`"
-    return check_texts([text_of(x) for x in environments], len(environments), source, turns=True)
-
-
-def function_texts(
-    func: Callable[..., Any],
-    prompts: list[Prompt],
-    completions: list[Prompt],
-    rewards: list[float],
-    inputs: Sequence[dict[str, Any]],
-    event_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> list[Feedback]:
-    """Call `feedback_func(prompts, completions, rewards, **columns)`, on `event_loop()` if it gives a coroutine."""
-    columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
-    taken = sorted(columns.keys() & {"prompts", "completions", "rewards"})
-    if taken:
-        raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
-    texts = func(prompts, completions, rewards, **columns)
-    if asyncio.iscoroutine(texts):
-        texts = asyncio.run_coroutine_threadsafe(texts, event_loop()).result()
-    return check_texts(texts, len(prompts), "`feedback_func`", turns=True)
-
-
-def gather_feedback(sources: Sequence[list[Feedback] | None], count: int) -> list[str | None]:
-    """Join the texts of all sources that exist, in their order."""
-    return join_texts([source for source in sources if source is not None], count)
-
-
-def gather_turn_feedback(sources: Sequence[list[Feedback] | None], count: int) -> list[tuple[TurnText, ...]]:
-    """Join the texts per turn of all sources that exist, in their order."""
-    return join_turns([source for source in sources if source is not None], count)
-
-
-def shown_feedback(text: str | None, turns: tuple[TurnText, ...]) -> str | None:
-    """One rollout's feedback as a table shows it."""
-    parts = [] if text is None else [text]
-    return "\n\n".join([*parts, *(f"[turn {turn}] {told}" for turn, told in turns)]) or None
 
 
 _REASONING = ("reasoning_content", "thinking")  # where response parsers of transformers put the thinking

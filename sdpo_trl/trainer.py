@@ -48,7 +48,8 @@ class SDPOTrainer(LossTrainer):
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
         reward_funcs (`RewardFunc` or `list`, *optional*):
-            As in GRPO. Not needed with `teacher_context="none"` where no other option reads rewards.
+            As in GRPO. Not needed where no option reads rewards: with `teacher_context="none"`, or with feedback and
+            `use_successful_as_teacher=False`.
         args ([`SDPOConfig`], *optional*): Options.
         feedback_func (`Callable`, *optional*):
             `(prompts, completions, rewards, **columns) -> list[str | None]`, sync or async: one text per rollout.
@@ -162,7 +163,7 @@ class SDPOTrainer(LossTrainer):
 
         self._teacher_answers = args.evaluate_teacher and not (
             teacher_model is not None or self.use_vllm or self.tools or self.environment_factories is not None
-            or self.rollout_func is not None or self._is_vlm
+            or self.rollout_func is not None or self._is_vlm or not self.reward_funcs
         )  # fmt: skip
 
     def _set_up_memory(self) -> None:

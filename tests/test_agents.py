@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from transformers import GPT2Config
 from trl import GRPOTrainer
 
 from sdpo_trl import SDPOTrainer
@@ -402,6 +403,23 @@ def test_a_prompt_that_leaves_no_room_is_named(tmp_path, acts):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"prompt of row 4 of the batch has 2\d\d\d tokens.*nothing is cut"):
         tiny.micro_batches(trainer)
+
+
+def test_generation_ends_with_the_models_positions(tmp_path, caplog):
+    """Learned positions: one more would be an error of the embedding."""
+    config = GPT2Config(
+        vocab_size=104, n_embd=24, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=1,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    data = [{"prompt": "x" * 250}, {"prompt": "y" * 100}]
+    trainer = tiny.trainer(
+        tmp_path, None, model=tiny.from_config(config), data=Dataset.from_list(data), shuffle_dataset=False,
+        teacher_context="none", trainer_teacher_model=tiny.from_config(config, seed=5), max_completion_length=20,
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    assert inputs["completion_mask"].sum(dim=1).max() == 6 and trainer.generation_config.max_new_tokens == 20
+    assert "leaves 6 of the model's 256 positions" in caplog.text
+    assert torch.equal(trainer._active(inputs), inputs["completion_mask"].bool())
 
 
 def test_nothing_is_cut_from_the_left(tmp_path):

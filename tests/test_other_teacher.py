@@ -144,6 +144,26 @@ def test_no_reward_function_is_needed(tmp_path, caplog):
         assert all(math.isfinite(value) for value in row.values())
 
 
+def test_feedback_alone_needs_none_either(tmp_path):
+    """The model teaches itself, by what a judge or a column says."""
+    trainer = tiny.trainer(
+        tmp_path, None, use_successful_as_teacher=False, max_steps=2,
+        trainer_feedback_func=lambda prompts, completions, rewards, **columns: [
+            "wrong" if math.isnan(reward) else "graded" for reward in rewards
+        ],
+    )  # fmt: skip
+    trainer.train()
+    evaluated = trainer.evaluate(tiny.prompts())
+    for row in (*tiny.training_logs(trainer), evaluated):
+        assert not [name for name in row if "reward" in name or "success" in name]
+    assert [row["sdpo/feedback_share"] for row in tiny.training_logs(trainer)] == [1.0, 1.0]
+    with pytest.raises(ValueError, match="`teacher_snapshot_gate=True` reads rewards"):
+        tiny.trainer(
+            tmp_path, None, use_successful_as_teacher=False, teacher_snapshot_gate=True, teacher_sync_steps=1,
+            teacher_model_kind="snapshot",
+        )  # fmt: skip
+
+
 def test_rewards_are_used_where_they_are_given(tmp_path):
     trainer = make(tmp_path, tiny.even_length, max_steps=1)
     trainer.train()
