@@ -155,22 +155,23 @@ class TurnHintWriter:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "f", "content": "r"},
         ]
-        problem: TemplateError | None = None
+        problem = "it loses the text, or rewrites the past"
         # After a tool's reply, as in a rollout; a template that rewrites earlier turns shows it after a question.
         for before in (acted, [question]):
             try:
-                start, whole = (
-                    self._render(before, False),
-                    self._render([*before, {**question, "content": told}], False),
+                start = self._render(before, False)
+                # Some templates take typed blocks alone, and silently write nothing of a string.
+                whole, other = (
+                    self._render([*before, {**question, "content": content}], False) for content in (told, told + "?")
                 )
             except TemplateError as error:
-                problem = error
+                problem = str(error)
                 continue
-            if whole[: len(start)] == start:
+            if whole[: len(start)] == start and whole != other:
                 return whole[len(start) :]
         raise ValueError(
-            f"The chat template has no place for a user turn within a rollout ({problem or 'it rewrites what is past'}"
-            "), so feedback cannot be told where a turn begins. Give one text per rollout."
+            f"The chat template has no place for a user turn within a rollout ({problem}), so feedback cannot be told "
+            "where a turn begins. Give one text per rollout."
         )
 
     def _render(self, messages: list[Message], header: bool) -> list[int]:

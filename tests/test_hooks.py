@@ -47,7 +47,8 @@ EXPECTED = {
 TRLS_ATTRIBUTES = [
     "_async_tool_dicts", "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_env_tools",
     "_has_async_funcs", "_is_vlm", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer", "aux_loss_enabled",
-    "current_gradient_accumulation_steps", "environment_factories", "num_generations_eval", "reward_func_names",
+    "current_gradient_accumulation_steps", "environment_factories", "generation_config", "num_generations_eval",
+    "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func", "tools",
 ]  # fmt: skip
 OWNERS = {"GRPOTrainer": GRPOTrainer, "Trainer": Trainer, "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer}
 

@@ -1,6 +1,8 @@
 """Feedback per turn: read by the teacher alone, where the turn begins; and which turns are distilled then."""
 
 import os
+from importlib import resources
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -9,7 +11,7 @@ from test_agents import Room, add, call, make, observed
 
 from sdpo_trl.feedback import check_texts, join_texts, join_turns, reached_turns
 from sdpo_trl.reprompt import Hint, hint_of
-from sdpo_trl.turn_hints import insert
+from sdpo_trl.turn_hints import TurnHintWriter, insert
 from sdpo_trl.turns import span_mask, turn_index
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -296,6 +298,39 @@ def test_a_turn_without_the_templates_header_is_an_error(tmp_path):
     trainer = make(tmp_path, None, tiny.never, trainer_rollout_func=tiny.scripted([text], [mask]), **told((1, "x")))
     with pytest.raises(ValueError, match="Turn 1 of row 0 does not begin with the chat template's generation header"):
         tiny.micro_batches(trainer)
+
+
+@pytest.mark.parametrize(
+    ("template", "turn", "header"),
+    [
+        ("qwen2_5_training", "<|im_start|>user\nHINT<|im_end|>\n", "<|im_start|>assistant\n"),
+        ("qwen3_training", "<|im_start|>user\nHINT<|im_end|>\n", "<|im_start|>assistant\n"),
+        ("qwen3_5_think_training", "<|im_start|>user\nHINT<|im_end|>\n", "<|im_start|>assistant\n<think>\n"),
+        ("llama3_1", "<|start_header_id|>user<|end_header_id|>\n\nHINT<|eot_id|>",
+         "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+        ("glm4moe_training", "<|user|>\nHINT", "<|assistant|>"),
+        ("gptoss_training", "<|start|>user<|message|>HINT<|end|>", "<|start|>assistant"),
+        ("gemma3_training", None, None),  # roles must alternate
+        ("idefics3_training", None, None),  # takes typed blocks alone
+    ],
+)  # fmt: skip
+def test_a_user_turn_in_known_templates(template, turn, header):
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = resources.files("trl").joinpath(f"chat_templates/{template}.jinja").read_text()
+    args = SimpleNamespace(turn_feedback_template="{feedback_raw}")
+    writer = TurnHintWriter(
+        SimpleNamespace(
+            _tokenizer=tokenizer, chat_template=None, chat_template_kwargs={}, args=args,
+            _rollouts=SimpleNamespace(prompts=[[]]),
+        ),
+        budget=99,
+    )  # fmt: skip
+    if turn is None:
+        with pytest.raises(ValueError, match="no place for a user turn within a rollout"):
+            writer._user_turn("HINT", 0)
+    else:
+        assert tokenizer.decode(writer._user_turn("HINT", 0)) == turn
+        assert tokenizer.decode(writer._header(0)) == header
 
 
 def test_a_template_that_refuses_it_is_an_error(tmp_path):
