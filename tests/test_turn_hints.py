@@ -344,3 +344,33 @@ def test_a_template_that_refuses_it_is_an_error(tmp_path):
     )
     with pytest.raises(ValueError, match=r"no place for a user turn within a rollout \(one question only\)"):
         tiny.micro_batches(trainer)
+
+
+def test_a_rollout_under_qwen3s_own_template(tmp_path):
+    """TRL's training template, its parser, its suffixes: student and teacher read what they should."""
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = resources.files("trl").joinpath("chat_templates/qwen3.jinja").read_text()
+    say = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    broken = '<tool_call>\n{"name": "add", "arg}\n</tool_call>'
+    trainer = make(
+        tmp_path, [[f"{say}$", f"{broken}$", "done$"]], tiny.never, trainer_tools=[add], max_steps=1,
+        model=tiny.build_model(vocab_size=112, max_position_embeddings=8192, eos_token_id=tokenizer.eos_token_id),
+        trainer_processing_class=tokenizer, max_completion_length=900, **told((1, "carry"), (2, "JSON!")),
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    assert "<tool_call>" in str(trainer._tokenizer.response_template)
+    header = "<|im_start|>assistant\n"
+    for row in range(8):
+        active = trainer._active(inputs)[row]
+        own = [trainer._tokenizer.decode(ids) for ids in turns_of(inputs["completion_ids"][row], active)]
+        assert own == [f"{say}<|im_end|>", f"{broken}<|im_end|>", "done<|im_end|>"]
+        text = reads(trainer, inputs, row)
+        assert f"<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>user\ncarry<|im_end|>\n{header}" in text
+        assert "could not be read" in text and f"<|im_start|>user\nJSON!<|im_end|>\n{header}done" in text
+    trainer.train()
+
+
+def turns_of(ids, active):
+    index = turn_index(active[None])[0]
+    return [ids[index == turn] for turn in range(int(index.max()) + 1)]
