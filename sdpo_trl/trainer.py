@@ -52,9 +52,9 @@ class SDPOTrainer(LossTrainer):
             `use_successful_as_teacher=False`.
         args ([`SDPOConfig`], *optional*): Options.
         feedback_func (`Callable`, *optional*):
-            `(prompts, completions, rewards, **columns) -> list`, sync or async: per rollout a text, `None`, or a list of
-            `(turn, text)`, each told where that turn begins (the first one is 0). The other sources of feedback but
-            the columns may give such lists too.
+            `(prompts, completions, rewards, **columns) -> list`, sync or async: per rollout a text, `None`, or a list
+            of `(turn, text)`, each told where that turn begins (the first one is 0). The other sources of feedback
+            but the columns may give such lists too.
             `rewards` are the weighted rewards (NaN where there is none), `columns` the other dataset columns.
         teacher_model (`str` or `PreTrainedModel`, *optional*):
             An external, frozen teacher with the same token ids, instead of the student's own weights.
