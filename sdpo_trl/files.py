@@ -39,7 +39,8 @@ class FilesTrainer(GRPOTrainer):
     A checkpoint at the boundary of a rollout batch (`global_step * gradient_accumulation_steps` is a multiple of
     `steps_per_generation * num_iterations`) continues bit for bit on a CPU: weights, optimizer, teacher, random
     states, and the order of the prompts, also in later epochs. Elsewhere the rollouts of the current batch are not
-    kept, so the resumed run makes them anew, with the weights of the checkpoint.
+    kept, so the resumed run makes them anew, with the weights of the checkpoint. A streamed dataset continues exactly
+    within its first pass alone, since `Trainer` does not know its length.
     """
 
     _stores: dict[str, WeightStore]

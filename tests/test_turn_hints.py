@@ -200,8 +200,8 @@ def test_the_span_decides_which_turns_are_distilled(tmp_path, span):
     assert loss == pytest.approx(trainer.state.log_history[-1]["sdpo/divergence"], rel=1e-5)
 
 
-@pytest.mark.parametrize("impl", ["fused", "reference"])
-def test_micro_batches_add_up(tmp_path, impl):
+@pytest.mark.parametrize("more", [{}, {"distillation_impl": "reference"}, {"pad_to_multiple_of": 16}], ids=str)
+def test_micro_batches_add_up(tmp_path, more):
     """Rows with and without hints, shuffled, split and trimmed: the same gradient as in one batch."""
     scripts = [*THREE, ["at once$"], [FIRST + "$", "short$"]]
     judge = {
@@ -209,7 +209,7 @@ def test_micro_batches_add_up(tmp_path, impl):
             [(1, "look")] if len(turns) > 1 else ("wrong" if i % 2 else None) for i, turns in enumerate(completions)
         ]
     }
-    options = {"trainer_tools": [add], "distillation_impl": impl, "distillation_span": "from_hint", **judge}
+    options = {"trainer_tools": [add], "distillation_span": "from_hint", **judge, **more}
     whole = make(tmp_path, scripts, tiny.never, **options)
     (inputs,) = tiny.micro_batches(whole)
     loss, gradient = tiny.gradient(whole, inputs)
