@@ -30,6 +30,13 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
         raise ValueError(
             "`distillation_weight=0` is GRPO: drop `feedback_func` and `teacher_model`, or raise the weight."
         )
+    if not args.reads_feedback and teacher_model is None:
+        raise ValueError(
+            "`teacher_context='none'` needs a `teacher_model`: the student's own weights, reading the same, would "
+            "teach nothing. Pass one, or leave `teacher_context='feedback'`."
+        )
+    if not args.reads_feedback and feedback_func is not None:
+        raise ValueError("`feedback_func` would never be read: set `teacher_context='feedback'`, or drop it.")
     if teacher_model is None and args.teacher_model_init_kwargs:
         raise ValueError("`teacher_model_init_kwargs` has no effect without `teacher_model`.")
     if teacher_model is not None:

@@ -15,11 +15,18 @@ _PROMPT = (("prompt_ids", "prompt_mask"), ("teacher_prompt_ids", "teacher_prompt
 _COMPLETION = (
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
     "sampling_per_token_logps", "importance_sampling_ratio", "advantages", "teacher_hidden", "token_weight",
+    "in_span", "turn_index", "teacher_positions",
 )  # fmt: skip
 _VISION = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
     "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens that a model of this configuration can read at once, `None` where it sets no limit."""
+    # Some architectures have no such limit; others name it differently, which only the attribute knows.
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def vision_inputs(batch: dict[str, Any]) -> dict[str, Any]:
@@ -40,11 +47,13 @@ def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
             start = int(batch[mask].bool().any(dim=0).int().argmax())
             trimmed[ids], trimmed[mask] = batch[ids][:, start:], batch[mask][:, start:]
     width = batch["completion_mask"].size(1)
-    used = batch["completion_mask"].bool().any(dim=0).nonzero()
-    end = int(used[-1]) + 1 if used.numel() else 1
+    end = _used(batch["completion_mask"])
     for key in _COMPLETION:
         if key in batch and batch[key].dim() > 1 and batch[key].size(1) == width:
             trimmed[key] = batch[key][:, :end]
+    for key in ("teacher_completion_ids", "teacher_completion_mask"):
+        if key in batch:
+            trimmed[key] = batch[key][:, : _used(batch["teacher_completion_mask"])]
     return trimmed
 
 
@@ -59,3 +68,39 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         numpy.random.set_state(array)
+
+
+def _used(mask: torch.Tensor) -> int:
+    """Columns up to the last one that any row uses, at least 1."""
+    used = mask.bool().any(dim=0).nonzero()
+    return int(used[-1]) + 1 if used.numel() else 1
+
+
+def teacher_view(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch with the completions as the teacher reads them: with hints between the turns, where there are any."""
+    if "teacher_positions" not in batch:
+        return batch
+    return {
+        **batch,
+        "completion_ids": batch["teacher_completion_ids"],
+        "completion_mask": batch["teacher_completion_mask"],
+    }
+
+
+def student_positions(hidden: torch.Tensor, batch: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
+    """
+    From states along the teacher's completions to states along the student's.
+
+    Args:
+        hidden (`torch.Tensor`): Shape `(R, T', H)`.
+        batch (`dict`): Where the teacher reads other completions, `teacher_positions` of shape `(B, T)` says where
+            each of the student's tokens stands in them.
+        rows (`torch.Tensor`): int64 of shape `(R,)`.
+
+    Returns:
+        `torch.Tensor`: shape `(R, T, H)`.
+    """
+    if "teacher_positions" not in batch:
+        return hidden
+    positions = batch["teacher_positions"][rows]
+    return hidden.gather(1, positions[..., None].expand(-1, -1, hidden.size(-1)))

@@ -8,6 +8,19 @@ from .run_state import RunningMean
 from .teacher import Teacher
 
 
+class PromptOrderCallback(TrainerCallback):
+    """
+    Tells the sampler of the prompts which epoch begins.
+
+    `Trainer` does so too, but on several processes it does not reach the sampler behind the batches that a resumed
+    run skips.
+    """
+
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        if hasattr(train_dataloader, "set_epoch"):  # not before Accelerate has wrapped it
+            train_dataloader.set_epoch(int((state.epoch or 0.0) + 1e-6))
+
+
 class TeacherUpdateCallback(TrainerCallback):
     """
     Moves the teacher after the optimizer step, before a checkpoint is written.

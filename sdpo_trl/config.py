@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from trl import GRPOConfig
 
+from .agent_options import AgentOptions
 from .controls import ControlOptions
 from .divergence import DivergenceSpec
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
@@ -26,10 +27,10 @@ class _SingleGeneration(int):
 
 
 @dataclass
-class SDPOConfig(ControlOptions, GRPOConfig):
+class SDPOConfig(AgentOptions, ControlOptions, GRPOConfig):
     r"""
-    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, and those of [`ControlOptions`]
-    for long runs.
+    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`] for
+    long runs, and those of [`AgentOptions`] for agents and other teachers.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
@@ -204,6 +205,7 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             self.num_generations = 1
         self._check_ranges()
         self._check_control_ranges()
+        self._check_agent_ranges()
         self._check_pairs()
         self._check_control_pairs()
         self.templates  # noqa: B018 - building them checks their slots
@@ -251,6 +253,8 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             ("distillation_impl", ("fused", "reference")),
             ("teacher_model_kind", ("live", "base", "ema", "snapshot", "trust_region")),
             ("reprompt_placement", ("last_user", "append")),
+            ("teacher_context", ("feedback", "none")),
+            ("distillation_span", ("all", "from_hint", "hinted_turn")),
             ("distillation_routing", ("all", "failed", "positive_advantage")),
             ("distillation_weight_schedule", ("constant", "linear", "cosine")),
             ("distillation_signal", ("loss", "advantage_magnitude")),
@@ -274,7 +278,8 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             )
         if self.teacher_model_kind == "snapshot" and self.teacher_sync_steps is None:
             raise ValueError("`teacher_model_kind='snapshot'` needs `teacher_sync_steps`, say 50.")
-        for name, active, needs in [*self._dependent_options(), *self._dependent_controls()]:
+        dependent = [*self._dependent_options(), *self._dependent_controls(), *self._dependent_agent_options()]
+        for name, active, needs in dependent:
             if not active and getattr(self, name) != self._default(name):
                 raise ValueError(
                     f"`{name}={getattr(self, name)!r}` has no effect here: it needs {needs}. Leave it at its default "

@@ -88,7 +88,24 @@ def select_feedback(
     return solution, (solution >= 0) | rich_feedback
 
 
-def check_texts(texts: object, count: int, source: str) -> list[str | None]:
+TurnText = tuple[int, str]
+Feedback = str | tuple[TurnText, ...] | None
+
+
+def _turn_texts(value: Sequence[object], row: int, source: str) -> tuple[TurnText, ...] | None:
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[1], str):
+            raise TypeError(
+                f"{source} gave {pair!r} among the feedback of rollout {row}; a list must hold pairs `(turn, text)`."
+            )
+        if not isinstance(pair[0], int) or isinstance(pair[0], bool) or pair[0] < 0:
+            raise ValueError(
+                f"{source} gave the turn {pair[0]!r} for rollout {row}; turns are whole numbers, the first one is 0."
+            )
+    return tuple((turn, text) for turn, text in value if text.strip()) or None
+
+
+def check_texts(texts: object, count: int, source: str, *, turns: bool = False) -> list[Feedback]:
     """
     Return `texts` as a list with one `str | None` per rollout, blank texts turned into `None`.
 
@@ -96,10 +113,12 @@ def check_texts(texts: object, count: int, source: str) -> list[str | None]:
         texts (`object`): What a feedback source gave.
         count (`int`): The number of rollouts that it was asked about.
         source (`str`): Name of the source, for the error message.
+        turns (`bool`, *optional*, defaults to `False`): A value may also be a list of `(turn, text)`, which is
+            returned as a tuple without its blank texts.
 
     Raises:
-        `TypeError`: it is not a sequence, or a value in it is neither `str` nor `None` (the row is named).
-        `ValueError`: its length is not `count`.
+        `TypeError`: it is not a sequence, or a value in it is none of these (the row is named).
+        `ValueError`: its length is not `count`, or a turn is negative.
     """
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise TypeError(f"{source} must give a list with one `str` or `None` per rollout, got {type(texts).__name__}.")
@@ -108,18 +127,60 @@ def check_texts(texts: object, count: int, source: str) -> list[str | None]:
             f"{source} gave {len(texts)} feedback texts, but there are {count} rollouts. Give exactly one per rollout "
             "(`None` where there is nothing to say)."
         )
+    checked: list[Feedback] = []
     for row, text in enumerate(texts):
-        if text is not None and not isinstance(text, str):
+        if turns and isinstance(text, (list, tuple)):
+            checked.append(_turn_texts(text, row, source))
+        elif text is not None and not isinstance(text, str):
             raise TypeError(
                 f"{source} gave a {type(text).__name__} as the text of rollout {row}; it must be a `str` or `None`."
             )
-    return [text if text is not None and text.strip() else None for text in texts]
+        else:
+            checked.append(text if text is not None and text.strip() else None)
+    return checked
 
 
-def join_texts(sources: Sequence[Sequence[str | None]], count: int) -> list[str | None]:
+def join_texts(sources: Sequence[Sequence[Feedback]], count: int) -> list[str | None]:
     """Join the texts that several sources gave for the same rollout, in order, one per paragraph."""
     joined = []
     for row in range(count):
-        texts = [source[row] for source in sources if source[row] is not None]
+        texts = [source[row] for source in sources if isinstance(source[row], str)]
         joined.append("\n\n".join(texts) if texts else None)
     return joined
+
+
+def join_turns(sources: Sequence[Sequence[Feedback]], count: int) -> list[tuple[TurnText, ...]]:
+    """The texts per turn that several sources gave for the same rollout, one per turn, in the order of the turns."""
+    joined = []
+    for row in range(count):
+        texts: dict[int, list[str]] = {}
+        for source in sources:
+            for turn, text in source[row] if isinstance(source[row], tuple) else ():
+                texts.setdefault(turn, []).append(text)
+        joined.append(tuple((turn, "\n\n".join(texts[turn])) for turn in sorted(texts)))
+    return joined
+
+
+def reached_turns(
+    feedback: Sequence[tuple[TurnText, ...]], counts: Sequence[int | None]
+) -> list[tuple[TurnText, ...]]:
+    """
+    The texts of turns that were sampled; a text for the turn that would have come next has nobody to tell.
+
+    Args:
+        feedback (`Sequence`): Per rollout, its texts per turn.
+        counts (`Sequence[int | None]`): Per rollout, its number of turns; `None` where it is not known.
+
+    Raises:
+        `ValueError`: a text is for a turn later than that (the row is named).
+    """
+    kept = []
+    for row, (pairs, count) in enumerate(zip(feedback, counts, strict=True)):
+        beyond = [turn for turn, _ in pairs if count is not None and turn > count]
+        if beyond:
+            raise ValueError(
+                f"There is feedback for turn {beyond[0]} of rollout {row}, which has {count} turns. A turn is what "
+                "the student writes between two replies, and the first one is 0."
+            )
+        kept.append(tuple((turn, text) for turn, text in pairs if count is not None and turn < count))
+    return kept

@@ -14,20 +14,25 @@ import torch
 from accelerate.utils import gather_object
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
+from . import feedback_sources
 from . import rollouts as rollout_rules
+from .agent_trainer import AgentTrainer
 from .batches import same_random_numbers, vision_inputs
-from .files import FilesTrainer, attribute
+from .files import attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
+from .no_reward import REWARD_METRICS
 from .reprompt import Prompt, strip_thinking
 from .rollouts import Rollouts, Routing
 from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .turn_hints import TurnHintWriter
+from .turns import keep_reached, span_mask, turn_index
 
 
-class FeedbackTrainer(FilesTrainer):
+class FeedbackTrainer(AgentTrainer):
     """
     GRPO whose batches also hold the teacher's prompts, which rows have feedback, and how many tokens are active.
 
@@ -40,6 +45,7 @@ class FeedbackTrainer(FilesTrainer):
     _feedback_calls: list[Any]
     _rollouts: Rollouts | None
     _prompt_builder: TeacherPromptBuilder
+    _turn_hints: TurnHintWriter
     _teacher: Teacher
     _teacher_pass: TeacherPass
     _sums: MetricSums
@@ -83,18 +89,22 @@ class FeedbackTrainer(FilesTrainer):
     def _active(self, inputs: dict[str, Any]) -> torch.Tensor:
         """The tokens that are distilled, bool of shape `(B, T)`."""
         known = inputs["completion_ids"] < self._known_tokens
-        return self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
+        active = self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
+        return active & inputs["in_span"] if "in_span" in inputs else active
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self.reward_funcs:
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        else:  # TRL would warn at every batch that all functions gave nothing
+            rewards = torch.zeros(len(prompts) * self.accelerator.num_processes, 0, device=self.accelerator.device)
         if not self._distills:
             return rewards
         count = len(prompts)
         total = rollout_rules.weighted_rewards(rewards, self.reward_weights)
         given = None
         if self._feedback_func is not None:
-            given = rollout_rules.function_texts(
+            given = feedback_sources.function_texts(
                 self._feedback_func,
                 prompts,
                 completions,
@@ -102,17 +112,17 @@ class FeedbackTrainer(FilesTrainer):
                 inputs,
                 self._event_loop,
             )
-        feedback = rollout_rules.gather_feedback(
-            [
-                *rollout_rules.logged_texts(self._feedback_calls, count),
-                rollout_rules.environment_texts(self.environments),
-                given,
-                rollout_rules.column_texts(inputs, "privileged_context"),
-            ],
-            count,
-        )
-        super()._log_completion_extra("feedback", feedback)
-        worked = rollout_rules.column_texts(inputs, "demonstration")
+        sources = [
+            *feedback_sources.logged_texts(self._feedback_calls, count),
+            feedback_sources.environment_texts(self.environments),
+            given,
+            feedback_sources.column_texts(inputs, "privileged_context"),
+        ]
+        feedback = feedback_sources.gather_feedback(sources, count)
+        turns = feedback_sources.gather_turn_feedback(sources, count)
+        shown = [feedback_sources.shown_feedback(*row) for row in zip(feedback, turns, strict=True)]
+        super()._log_completion_extra("feedback", shown)
+        worked = feedback_sources.column_texts(inputs, "demonstration")
         if self.args.remove_thinking_from_demonstration:
             worked = [text and strip_thinking(text) for text in worked]
         keys = None
@@ -125,7 +135,7 @@ class FeedbackTrainer(FilesTrainer):
                 else None
                 for row, prompt in zip(inputs, prompts, strict=True)
             ]
-        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys)
+        self._rollouts = Rollouts(prompts, completions, rewards, feedback, worked, keys, turns)
         return rewards
 
     def _generate_and_score_completions(self, inputs):
@@ -138,6 +148,9 @@ class FeedbackTrainer(FilesTrainer):
         if self._anchors:
             output["ref_per_token_logps"] = self._initial_log_probs(output)
         self._rollouts = None
+        if not self.reward_funcs:
+            for name in REWARD_METRICS:
+                del self._metrics[self._mode][name]
         return output
 
     def _local_rows(self, count: int) -> slice:
@@ -159,6 +172,8 @@ class FeedbackTrainer(FilesTrainer):
     def _route(self, output: dict[str, Any], success: torch.Tensor) -> Routing:
         args, rollouts = self.args, self._rollouts
         local = self._local_rows(len(rollouts.prompts))
+        if not args.reads_feedback:
+            return rollout_rules.route_without_feedback(rollouts, success, local, self._group_size)
         texts = rollout_rules.demonstrations(
             rollouts,
             success[local],
@@ -167,7 +182,7 @@ class FeedbackTrainer(FilesTrainer):
         )
         everyones = gather_object(texts)
         seed = args.seed + self.state.global_step
-        rich = torch.tensor([text is not None for text in rollouts.feedback], device=self.accelerator.device)
+        rich = torch.tensor(rollouts.rich, device=self.accelerator.device)
         return rollout_rules.route(
             rollouts,
             success,
@@ -223,6 +238,8 @@ class FeedbackTrainer(FilesTrainer):
     def _teacher_rows(self, output: dict[str, Any], inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         """The row-aligned tensors of the teacher, and the counts that the loss is divided by."""
         device = self.accelerator.device
+        turns = turn_index(self._loss_mask(output))  # (B, T)
+        self._rollouts = keep_reached(self._rollouts, turns, output["completion_mask"])
         success = self._succeeded(self._rollouts.rewards)
         routing = self._route(output, success)
         available, weights = self._gated(routing, output, success)
@@ -230,7 +247,10 @@ class FeedbackTrainer(FilesTrainer):
         if self._teacher_answers and not self._trains:
             self._evaluate_teacher(inputs, routing.hints, output)
         built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
-        active = self._active({**output, "feedback_available": available})  # (B, T)
+        inserted, cut = self._turn_hints.build(hints, output, built.lengths)
+        if self.args.distillation_span != "all":
+            weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
+        active = self._active({**output, **weights, "feedback_available": available})  # (B, T)
         counts = torch.stack([active.sum(), active.any(dim=1).sum()])
         counts = self.accelerator.reduce(counts, reduction="sum")
         metrics = self._metrics[self._mode]
@@ -238,7 +258,7 @@ class FeedbackTrainer(FilesTrainer):
         stats = {
             **routing.stats,
             "distilled_share": float(available.sum()),
-            "shortened_share": float(built.shortened),
+            "shortened_share": float(len(built.shortened | cut)),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])
         if self._trains and self._gate is not None:
@@ -250,8 +270,9 @@ class FeedbackTrainer(FilesTrainer):
             "feedback_available": available,
             "active_tokens": counts[0],
             "active_rows": counts[1],
+            **({"turn_index": turns} if self._acts else {}),
             **weights,
-            **{key: value.to(device) for key, value in built.tensors.items()},
+            **{key: value.to(device) for key, value in {**built.tensors, **inserted}.items()},
         }
         return {**rows, **self._teacher_pass.cached({**output, **rows}, active)}
 

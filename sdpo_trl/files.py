@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .run_state import RunState
+from .sampling_order import ResumableOrder
 from .store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,15 @@ def attribute(target: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class FilesTrainer(GRPOTrainer):
-    """GRPO whose checkpoints hold the stores too, and whose card names the base model also when that is a folder."""
+    """
+    GRPO whose checkpoints hold the stores too, and whose card names the base model also when that is a folder.
+
+    A checkpoint at the boundary of a rollout batch (`global_step * gradient_accumulation_steps` is a multiple of
+    `steps_per_generation * num_iterations`) continues bit for bit on a CPU: weights, optimizer, teacher, random
+    states, and the order of the prompts, also in later epochs. Elsewhere the rollouts of the current batch are not
+    kept, so the resumed run makes them anew, with the weights of the checkpoint. A streamed dataset continues exactly
+    within its first pass alone, since `Trainer` does not know its length.
+    """
 
     _stores: dict[str, WeightStore]
     _remembers: dict[str, RunState]
@@ -60,6 +69,9 @@ class FilesTrainer(GRPOTrainer):
                     part.restore(saved[name])
                 elif name != "health":
                     logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
+
+    def _get_train_sampler(self, dataset=None):
+        return ResumableOrder(super()._get_train_sampler(dataset))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .agent_metrics import turn_sums
 from .batches import take_rows, trim_padding
 from .divergence import DivergenceSpec, bounded_teacher
 from .feedback_trainer import FeedbackTrainer
@@ -18,6 +19,7 @@ from .loss import Normalizer, magnitude_factor, policy_factor, position_weights,
 from .metrics import token_sums
 from .run_state import RunningMean
 from .scores import ScoreRequest, TokenScores, score_tokens
+from .temperature import score_at_temperature
 
 
 class LossTrainer(FeedbackTrainer):
@@ -58,6 +60,8 @@ class LossTrainer(FeedbackTrainer):
         with self._tap.consume(score), outputs_of(model) as outputs:
             policy_loss = super()._compute_loss(model, policy)
         sums = self._sums.add_tokens(self._mode, token_sums(scored[0], spec))
+        if self._acts:
+            self._agent_metrics.add_tokens(self._mode, turn_sums(scored[0].divergence, inputs["turn_index"][active]))
         if self.model.training:
             self._gap_size.add(sums["gap_size"], sums["count"])
         if self.model.training:
@@ -132,17 +136,23 @@ class LossTrainer(FeedbackTrainer):
             policy_gradient=self._has_policy_term,
             entropy_gradient=self._entropy_bonus_enabled,
         )
-        distilled = score_tokens(predicting(head, active), teacher, request, self.args.distillation_impl)
+        if args.distillation_temperature is None:
+            distilled = own = score_tokens(predicting(head, active), teacher, request, args.distillation_impl)
+        else:
+            distilled, own = score_at_temperature(
+                predicting(head, active), teacher, request, args.distillation_temperature, args.distillation_impl
+            )
         policy = replace(request, token_ids=inputs["completion_ids"][others], coefficients=None, old_log_probs=None)
         rest = score_tokens(predicting(head, others), None, policy, self.args.distillation_impl)
         padding = head.hidden.size(1) - 1 - active.size(1)
 
         def place(name: str) -> torch.Tensor:  # (B, L - 1)
             values = rest.log_prob.new_zeros(active.shape)
-            values = values.masked_scatter(active, getattr(distilled, name))
+            values = values.masked_scatter(active, getattr(own, name))
             return F.pad(values.masked_scatter(others, getattr(rest, name)), (padding, 0))
 
-        return distilled, TapScores(distilled.loss, place("log_prob"), place("entropy"))
+        loss = distilled.loss if own is distilled else distilled.loss + own.loss
+        return distilled, TapScores(loss, place("log_prob"), place("entropy"))
 
     def _coefficients(self, inputs: dict[str, Any], active: torch.Tensor) -> torch.Tensor:
         """What each token's divergence counts in the loss, `(B, T)`, as far as it is known before it is scored."""

@@ -6,8 +6,8 @@ every function is pure and leaves its arguments untouched.
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Message = dict[str, Any]
@@ -58,10 +58,32 @@ class Hint:
     Args:
         solution (`str`, *optional*): A successful answer to the same question.
         feedback (`str`, *optional*): Text from the environment, a judge or the user about this very answer.
+        turns (`tuple[tuple[int, str], ...]`): Texts that are told where a later turn begins, by its number.
+        hinted (`tuple[int, ...]`, *optional*): The turns that the texts are about; `None`: the whole answer.
     """
 
     solution: str | None = None
     feedback: str | None = None
+    turns: tuple[tuple[int, str], ...] = ()
+    hinted: tuple[int, ...] | None = None
+
+    @property
+    def changes_prompt(self) -> bool:
+        """Whether the teacher's prompt says anything that the student's does not."""
+        return self.solution is not None or self.feedback is not None
+
+
+def hint_of(solution: str | None, feedback: str | None, turns: Sequence[tuple[int, str]]) -> Hint:
+    """A hint from a demonstration, a text about the answer, and texts per turn; the first turn's go to the prompt."""
+    first = [text for turn, text in turns if turn == 0]
+    whole = solution is not None or feedback is not None or not turns
+    texts = first if feedback is None else [feedback, *first]
+    return Hint(
+        solution,
+        "\n\n".join(texts) if texts else None,
+        tuple((turn, text) for turn, text in turns if turn > 0),
+        None if whole else tuple(turn for turn, _ in turns),
+    )
 
 
 def fill(template: str, **slots: str) -> str:
@@ -193,7 +215,7 @@ def completion_text(completion: Prompt) -> str:
     return "\n".join(parts)
 
 
-def _keep(text: str, characters: int) -> str:
+def cut_middle(text: str, characters: int) -> str:
     """`text` cut in its middle to `characters`, mark included: what failed stands first, the error often last."""
     if characters >= len(text):
         return text
@@ -223,16 +245,16 @@ def shorten(hint: Hint, fits: Callable[[Hint], bool]) -> Hint | None:
         low, high = 0, len(text)  # `low` characters are known to fit (0: unknown), `high` is known not to
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(build(_keep(text, middle))) else (low, middle)
-        return build(_keep(text, low)) if low else None
+            low, high = (middle, high) if fits(build(cut_middle(text, middle))) else (low, middle)
+        return build(cut_middle(text, low)) if low else None
 
     if hint.feedback is not None:
-        kept = longest(hint.feedback, lambda text: Hint(hint.solution, text))
+        kept = longest(hint.feedback, lambda text: replace(hint, feedback=text))
         if kept is not None:
             return kept
     if hint.solution is None:
         return None
-    alone = Hint(solution=hint.solution)
+    alone = replace(hint, feedback=None)
     if fits(alone):
         return alone
-    return longest(hint.solution, lambda text: Hint(solution=text))
+    return longest(hint.solution, lambda text: replace(alone, solution=text))

@@ -1,19 +1,17 @@
-"""What one rollout batch has to say: its feedback texts, its successes, and the hint that each row's teacher gets.
+"""What one rollout batch has to say: its successes, and the hint that each row's teacher gets.
 
 Knows: texts, rewards, groups. Deliberately does not know: tokenizers, models, losses. Rows are local to a process
 unless a name says `all`.
 """
 
-import asyncio
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from .feedback import check_texts, join_texts, select_feedback
-from .reprompt import Hint, Prompt, completion_text, strip_thinking
+from .feedback import TurnText, select_feedback
+from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Rollouts:
         feedback (`list[str | None]`): The joined texts of all sources.
         worked_solutions (`list[str | None]`): The `demonstration` column.
         keys (`list[str]`, *optional*): What names each question across steps, where a success buffer is kept.
+        turn_feedback (`list[tuple[TurnText, ...]]`, *optional*): The texts that belong to single turns.
     """
 
     prompts: list[Prompt]
@@ -36,6 +35,17 @@ class Rollouts:
     feedback: list[str | None]
     worked_solutions: list[str | None]
     keys: list[str] | None = None
+    turn_feedback: list[tuple[TurnText, ...]] | None = None
+
+    @property
+    def rich(self) -> list[bool]:
+        """Whether each rollout has feedback of its own."""
+        return [text is not None or bool(turns) for text, turns in zip(self.feedback, self.turns, strict=True)]
+
+    @property
+    def turns(self) -> list[tuple[TurnText, ...]]:
+        """The texts per turn, empty where there are none."""
+        return [()] * len(self.prompts) if self.turn_feedback is None else self.turn_feedback
 
 
 def weighted_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -63,82 +73,6 @@ def differing_groups(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     spread = groups.amax(dim=1) - groups.amin(dim=1)
     scale = groups.abs().amax(dim=1).clamp(min=1.0)
     return (spread > 1e-6 * scale).any(dim=1).repeat_interleave(group_size)
-
-
-def column_texts(inputs: Sequence[dict[str, Any]], column: str) -> list[str | None]:
-    """The texts of a dataset column, `None` where it or its text is missing."""
-    return check_texts([row.get(column) for row in inputs], len(inputs), f"The dataset column `{column}`")
-
-
-def logged_texts(calls: Sequence[Any], count: int) -> list[list[str | None]]:
-    """
-    What reward functions gave to `log_extra("feedback", ...)`: one list per round over the rollouts.
-
-    A round is one call with a text per rollout, or as many calls with a single text.
-
-    Args:
-        calls (`Sequence`): The values of each call, in order.
-        count (`int`): Number of rollouts.
-    """
-    source = "`log_extra('feedback', ...)`"
-    rounds: list[list[str | None]] = []
-    singles: list[Any] = []
-    for call in calls:
-        if isinstance(call, str):
-            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got a `str`: {call[:80]!r}.")
-        if not isinstance(call, Sequence):
-            raise TypeError(f"{source} needs a list with one `str` or `None` per rollout, got {type(call).__name__}.")
-        if len(call) == count:
-            rounds.append(check_texts(call, count, source))
-        elif len(call) == 1:
-            singles.extend(call)
-        else:
-            check_texts(call, count, source)
-    if len(singles) % count:
-        check_texts(singles, count, source)
-    rounds += [check_texts(singles[i : i + count], count, source) for i in range(0, len(singles), count)]
-    return rounds
-
-
-def environment_texts(environments: Sequence[Any] | None) -> list[str | None] | None:
-    """The `feedback` of each rollout's environment, `None` where it has no such attribute; `None` without any."""
-    if environments is None:
-        return None
-
-    def text_of(environment: Any) -> Any:
-        try:
-            return environment.feedback
-        except AttributeError:
-            # A property that breaks is no environment without feedback.
-            if inspect.getattr_static(environment, "feedback", None) is not None:
-                raise
-            return None
-
-    return check_texts([text_of(x) for x in environments], len(environments), "The environments' `feedback`")
-
-
-def function_texts(
-    func: Callable[..., Any],
-    prompts: list[Prompt],
-    completions: list[Prompt],
-    rewards: list[float],
-    inputs: Sequence[dict[str, Any]],
-    event_loop: Callable[[], asyncio.AbstractEventLoop],
-) -> list[str | None]:
-    """Call `feedback_func(prompts, completions, rewards, **columns)`, on `event_loop()` if it gives a coroutine."""
-    columns = {key: [row[key] for row in inputs] for key in inputs[0] if key != "prompt"}
-    taken = sorted(columns.keys() & {"prompts", "completions", "rewards"})
-    if taken:
-        raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
-    texts = func(prompts, completions, rewards, **columns)
-    if asyncio.iscoroutine(texts):
-        texts = asyncio.run_coroutine_threadsafe(texts, event_loop()).result()
-    return check_texts(texts, len(prompts), "`feedback_func`")
-
-
-def gather_feedback(sources: Sequence[list[str | None] | None], count: int) -> list[str | None]:
-    """Join the texts of all sources that exist, in their order."""
-    return join_texts([source for source in sources if source is not None], count)
 
 
 _REASONING = ("reasoning_content", "thinking")  # where response parsers of transformers put the thinking
@@ -255,7 +189,6 @@ def route(
     index, available = _select_in_order(order, questions, shown, rich, rule.exclude_self)
     remembered = [None] * len(rollouts.prompts) if remembered is None else remembered
     group_shows = shown.view(-1, group_size).any(dim=1).repeat_interleave(group_size)
-    group_solved = all_success.view(-1, group_size).any(dim=1)
 
     hints: list[Hint | None] = []
     recalled = 0
@@ -265,25 +198,38 @@ def route(
         if solution is None and not has_sibling:
             solution = remembered[row] or rollouts.worked_solutions[row]
             recalled += solution is not None and solution is remembered[row]
-        feedback = rollouts.feedback[row] if rule.include_feedback else None
+        feedback, turns = (rollouts.feedback[row], rollouts.turns[row]) if rule.include_feedback else (None, ())
         if solution is not None and rule.feedback_only_without_solution:
-            feedback = None
-        hints.append(Hint(solution, feedback) if has_feedback or solution is not None else None)
+            feedback, turns = None, ()
+        told = has_feedback or solution is not None
+        hints.append(hint_of(solution, feedback, turns) if told else None)
 
+    return Routing(
+        hints, {**_stats(rollouts, hints, all_success, local, group_size), "remembered_share": float(recalled)}
+    )
+
+
+def route_without_feedback(rollouts: Rollouts, all_success: torch.Tensor, local: slice, group_size: int) -> Routing:
+    """As [`route`] where the teacher reads nothing but the student's own context: every row is distilled."""
+    hints: list[Hint | None] = [Hint()] * len(rollouts.prompts)
+    return Routing(hints, _stats(rollouts, hints, all_success, local, group_size))
+
+
+def _stats(
+    rollouts: Rollouts, hints: list[Hint | None], all_success: torch.Tensor, local: slice, group_size: int
+) -> dict[str, float]:
+    """Local sums, named as the metrics."""
     success = all_success[local].tolist()
-    stats = {
+    group_solved = all_success.view(-1, group_size).any(dim=1)
+    shown = [hint is not None and hint.solution is not None for hint in hints]
+    return {
         "rollouts": float(len(hints)),
         "success_share": float(sum(success)),
         # Groups may span processes, so each one is counted once, in equal parts, by all of its rows.
         "success_group_share": group_solved.repeat_interleave(group_size)[local].sum().item(),
-        "demonstration_share": float(sum(hint is not None and hint.solution is not None for hint in hints)),
-        "feedback_share": float(sum(text is not None for text in rollouts.feedback)),
+        "demonstration_share": float(sum(shown)),
+        "feedback_share": float(sum(rollouts.rich)),
         "hinted_share": float(sum(hint is not None for hint in hints)),
-        "remembered_share": float(recalled),
-        "lone_success_share": float(
-            sum(
-                passed and (hint is None or hint.solution is None) for passed, hint in zip(success, hints, strict=True)
-            )
-        ),
+        "remembered_share": 0.0,
+        "lone_success_share": float(sum(passed and not had for passed, had in zip(success, shown, strict=True))),
     }
-    return Routing(hints, stats)

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import DynamicCache
 
-from .batches import vision_inputs
+from .batches import student_positions, teacher_view, vision_inputs
 from .heads import HeadTap, MixedHead, TokenHead
 from .scores import head_entropy
 from .shards import whole_shape
@@ -220,7 +220,11 @@ class TeacherPass:
         return self._teacher.head(run)
 
     def _hidden(self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
-        """The states that predict the answers' tokens of some rows, `(R, T, H)`, by the cheaper way."""
+        """The states that predict the answers' tokens of some rows, `(R, T, H)`."""
+        return student_positions(self._cheaper_hidden(model, teacher_view(inputs), rows), inputs, rows)
+
+    def _cheaper_hidden(self, model: torch.nn.Module, inputs: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
+        """The states along the completions that the teacher reads, by the cheaper way."""
         plan = self._plan(inputs, rows) if self._shares else None
         if not self._is_worth_sharing(inputs, rows, plan):
             return self._plain_hidden(model, inputs, rows)

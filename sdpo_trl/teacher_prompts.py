@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from trl.data_utils import is_conversational
 from trl.trainer.utils import pad
 
+from .batches import position_limit
 from .reprompt import Hint, Prompt, shorten, teacher_prompt
 
 logger = logging.getLogger(__name__)
@@ -27,32 +28,42 @@ class TeacherPrompts:
             padded left; for vision models also the per-token types of the prompt.
         prompts (`list`): What the teachers are asked, as text or messages; the student's own where there is no hint.
         texts (`list[str]`): What the teacher reads, special tokens included.
-        shortened (`int`): Rows whose hint was cut to fit the budget.
+        shortened (`set[int]`): Rows whose hint was cut to fit the budget.
+        lengths (`list[int]`): Tokens of each prompt.
     """
 
     tensors: dict[str, torch.Tensor]
     prompts: list[Prompt]
     texts: list[str]
-    shortened: int
+    shortened: set[int]
+    lengths: list[int]
 
 
 class TeacherPromptBuilder:
     """
     Args:
         trainer ([`SDPOTrainer`]): Supplies the tokenizer, the chat template and its options, tools and environments.
+        teacher_positions (`int`, *optional*): Tokens that an external teacher can read, answer included.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, teacher_positions: int | None = None) -> None:
         self._trainer = trainer
+        self._teacher_positions = teacher_positions
         self._tokenizer = trainer._tokenizer
         self._templates = trainer.args.templates
         self._placement = trainer.args.reprompt_placement
         self._budget = trainer.args.max_reprompt_len
-        # Some architectures have no such limit; others name it differently, which only the attribute knows.
-        positions = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or 0
+        positions = position_limit(trainer.model.config) or 0
+        if teacher_positions is not None:
+            positions = min(positions or teacher_positions, teacher_positions)
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
         self._header_checked = False
+
+    @property
+    def budget(self) -> int:
+        """Tokens that the teacher may read before the answer, hints between its turns included."""
+        return self._budget
 
     def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
         """
@@ -68,31 +79,36 @@ class TeacherPromptBuilder:
                 template refuses the reprompt.
         """
         images = "pixel_values" in output
-        wanted = list(range(len(prompts))) if images else [i for i, hint in enumerate(hints) if hint is not None]
+        changed = [i for i, hint in enumerate(hints) if hint is not None and hint.changes_prompt]
+        wanted = list(range(len(prompts))) if images else changed
         ids: list[list[int]] = [[self._tokenizer.pad_token_id]] * len(prompts)
+        for i, hint in enumerate(hints):
+            if hint is not None and not hint.changes_prompt:  # to the token, whoever made them
+                ids[i] = output["prompt_ids"][i][output["prompt_mask"][i].bool()].tolist()
         types: dict[str, list[Any]] = {}
-        shortened = 0
+        shortened: set[int] = set()
         written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
         if wanted:
             tokenized, fields = self._tokenize([written[i] for i in wanted], wanted)
             for i, row in zip(wanted, tokenized, strict=True):
                 ids[i] = list(row)
             types = {key: list(fields[key]) for key in _PER_TOKEN if images and key in fields}
-            for i in wanted:
-                if hints[i] is not None and len(ids[i]) > self._budget:
+            for i in changed:
+                if len(ids[i]) > self._budget:
                     written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i])
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
-                    shortened += 1
-            self._check_header(prompts, hints, ids, output)
+                    shortened.add(i)
+            self._check_header(prompts, changed, ids)
         tensors = {
             "teacher_prompt_ids": self._pad(ids, self._tokenizer.pad_token_id),
             "teacher_prompt_mask": self._pad([[1] * len(row) for row in ids], 0),
         }
         for key, rows in types.items():
             tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
+        self._check_room(hints, ids, output)
         texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
-        return TeacherPrompts(tensors, written, texts, shortened)
+        return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
         """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""
@@ -102,7 +118,7 @@ class TeacherPromptBuilder:
         ]
 
     def _write(self, prompt: Prompt, hint: Hint | None) -> Prompt:
-        if hint is None:
+        if hint is None or not hint.changes_prompt:
             return prompt
         return teacher_prompt(prompt, hint, self._templates, self._placement)
 
@@ -112,21 +128,28 @@ class TeacherPromptBuilder:
 
     def _tokenize(self, prompts: list[Prompt], rows: list[int]) -> tuple[list[list[int]], dict[str, Any]]:
         """TRL's own tokenisation of the student's prompts, for the given rows of the batch."""
-        trainer = self._trainer
-        everything = trainer._batch_environments if trainer.environment_factories is not None else None
         try:
-            if everything is not None:  # TRL pairs the prompts with the environments of the whole batch
-                trainer._batch_environments = [everything[i] for i in rows]
-            ids, _, fields = trainer._tokenize_prompts(prompts)
+            with self._trainer._only_rows(rows):
+                ids, _, fields = self._trainer._tokenize_prompts(prompts)
         except TemplateError as error:
             raise ValueError(
                 f"The chat template refuses the teacher's prompt ({error}). If it forbids two user turns in a row, "
                 "set `reprompt_placement='last_user'`."
             ) from error
-        finally:
-            if everything is not None:
-                trainer._batch_environments = everything
         return ids, fields
+
+    def _check_room(self, hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]) -> None:
+        """Refuse what an external teacher cannot read; the student's own limits have been kept already."""
+        if self._teacher_positions is None:
+            return
+        answers = output["completion_mask"].sum(dim=1).tolist()
+        for row, (hint, prompt, answer) in enumerate(zip(hints, ids, answers, strict=True)):
+            if hint is not None and len(prompt) + answer > self._teacher_positions:
+                raise ValueError(
+                    f"Row {row} has a prompt of {len(prompt)} and an answer of {answer} tokens, more than the "
+                    f"teacher's {self._teacher_positions} positions. Shorten them (`max_completion_length`), or take "
+                    "a teacher that reads more: nothing is cut from them."
+                )
 
     def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[Prompt, list[int], dict[str, Any]]:
         def fits(candidate: Hint) -> bool:
@@ -143,11 +166,9 @@ class TeacherPromptBuilder:
         ids, fields = self._tokenize([written], [row])
         return written, list(ids[0]), fields
 
-    def _check_header(
-        self, prompts: list[Prompt], hints: list[Hint | None], ids: list[list[int]], output: dict[str, Any]
-    ) -> None:
+    def _check_header(self, prompts: list[Prompt], changed: list[int], ids: list[list[int]]) -> None:
         """Warn, once, if teacher and student do not end in the same generation header."""
-        row = next((i for i, hint in enumerate(hints) if hint is not None), None)
+        row = next(iter(changed), None)
         if self._header_checked or row is None or not is_conversational({"prompt": prompts[row]}):
             return
         self._header_checked = True

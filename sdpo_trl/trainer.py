@@ -9,8 +9,10 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
+from . import no_reward
 from .arguments import check_arguments
-from .callbacks import TeacherUpdateCallback
+from .batches import position_limit
+from .callbacks import PromptOrderCallback, TeacherUpdateCallback
 from .config import SDPOConfig
 from .external import load_external_teacher, prepare_external_teacher
 from .files import attribute
@@ -24,6 +26,7 @@ from .store import WeightStore
 from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .turn_hints import TurnHintWriter
 
 
 class SDPOTrainer(LossTrainer):
@@ -32,6 +35,9 @@ class SDPOTrainer(LossTrainer):
 
     The differences to [`~trl.GRPOTrainer`], each an override that calls it:
 
+    - Rows may hold `messages` or `conversations`, and the `tools` that may be called in them
+      ([`~sdpo_trl.rows.prompt_row`]). A tool call that cannot be read becomes an observation, as TRL makes of a tool
+      that raises.
     - `_calculate_rewards` also collects feedback per rollout: `log_extra("feedback", [...])` in a reward function, the
       `feedback` of an environment, `feedback_func`, and the dataset columns `privileged_context` and `demonstration`.
     - `_generate_and_score_completions` also selects what each row's teacher is told ([`select_feedback`] over the
@@ -44,10 +50,14 @@ class SDPOTrainer(LossTrainer):
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
-        reward_funcs (`RewardFunc` or `list`, *optional*): As in GRPO.
+        reward_funcs (`RewardFunc` or `list`, *optional*):
+            As in GRPO. Not needed where no option reads rewards: with `teacher_context="none"`, or with feedback and
+            `use_successful_as_teacher=False`.
         args ([`SDPOConfig`], *optional*): Options.
         feedback_func (`Callable`, *optional*):
-            `(prompts, completions, rewards, **columns) -> list[str | None]`, sync or async: one text per rollout.
+            `(prompts, completions, rewards, **columns) -> list`, sync or async: per rollout a text, `None`, or a list
+            of `(turn, text)`, each told where that turn begins (the first one is 0). The other sources of feedback
+            but the columns may give such lists too.
             `rewards` are the weighted rewards (NaN where there is none), `columns` the other dataset columns.
         teacher_model (`str` or `PreTrainedModel`, *optional*):
             An external, frozen teacher with the same token ids, instead of the student's own weights.
@@ -95,8 +105,17 @@ class SDPOTrainer(LossTrainer):
         # the policy as it was handed over, so TRL is asked for none. `sync_ref_model` moves it, which is TRL's own
         # business.
         self._anchors = self._distills and args.beta != 0.0 and not args.sync_ref_model
+        unrewarded = no_reward.may_lack_rewards(args, reward_funcs)
+        if unrewarded:
+            reward_funcs = [no_reward.unrewarded]
         with _no_reference(args, self._anchors):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if unrewarded:
+            no_reward.remove_stand_in(self)
+            if not self.reward_funcs:  # no environment brought its own
+                no_reward.check_unrewarded(args)
+        self._set_up_agent()
+        self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
             self._set_up_distillation(teacher_model)
@@ -139,14 +158,16 @@ class SDPOTrainer(LossTrainer):
         )
         self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
-        self._prompt_builder = TeacherPromptBuilder(self)
+        limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
+        self._prompt_builder = TeacherPromptBuilder(self, limit)
+        self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (
             teacher_model is not None or self.use_vllm or self.tools or self.environment_factories is not None
-            or self.rollout_func is not None or self._is_vlm
+            or self.rollout_func is not None or self._is_vlm or not self.reward_funcs
         )  # fmt: skip
 
     def _set_up_memory(self) -> None:
@@ -216,6 +237,10 @@ class SDPOTrainer(LossTrainer):
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
                 if "grad_norm" in logs and self._used_weight > 0 and not self._scales_advantages:
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/gap_size"])
+            if not self.reward_funcs:
+                means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
+            if self._acts:
+                means |= self._agent_metrics.flush(self._mode)
             self._metrics[self._mode].update({name: [value] for name, value in means.items()})
         super().log(logs, start_time)
 

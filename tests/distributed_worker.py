@@ -223,8 +223,51 @@ def images_on_one_process(folder):
     ]  # fmt: skip
 
 
+def agents(folder):
+    """One process acts over several turns and is told something about them, the other answers at once."""
+    from test_agents import add, call, make
+
+    first = call("add", a=1, b=2) + "$"
+    scripts = [[first, first, "done$"], [first, "ok$"]] if RANK == 0 else [["at once$"], ["x$"]]
+
+    def judge(prompts, completions, rewards, **columns):
+        return [[(1, "look")] if len(turns) > 1 else None for turns in completions]
+
+    seen = []
+    for span in ("all", "hinted_turn"):
+        trainer = make(
+            folder, scripts, tiny.never, trainer_tools=[add], trainer_feedback_func=judge, distillation_span=span,
+            per_device_train_batch_size=4, max_steps=2, teacher_model_kind="base",
+        )  # fmt: skip
+        trainer.train()
+        seen.append((tiny.trained(trainer.model), trainer.state.log_history))
+    return seen
+
+
+def continued(folder):
+    """Resumed in the middle of the second epoch: what each process asks, and where it ends."""
+    options = {
+        "data": tiny.prompts(8), "per_device_train_batch_size": 4, "max_steps": 8, "save_strategy": "steps",
+        "save_steps": 6,
+    }  # fmt: skip
+    runs = []
+    for name, checkpoint in (("a", None), ("b", str(folder / "a" / "checkpoint-6"))):
+        trainer = tiny.trainer(folder / name, tiny.telling(), **options)
+        asked = []
+        generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda rows, asked=asked, generate=generate: (
+            asked.append([row["prompt"] for row in rows]),
+            generate(rows),
+        )[1]
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append((asked, tiny.trained(trainer.model)))
+    return runs
+
+
 def main(folder):
     scenarios = (
+        agents,
+        continued,
         gradients,
         replicas,
         pairs,

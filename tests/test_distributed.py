@@ -50,6 +50,23 @@ def test_a_process_with_nothing_to_learn_does_not_block_the_other(run):
             assert all(loss > 0 for loss in losses[:2]), name
 
 
+def test_several_turns_on_one_process_do_not_block_the_other(run):
+    for one, other in zip(*run("agents"), strict=True):
+        tiny.assert_equal(one[0], other[0])
+        for row in one[1][:2]:
+            assert row["loss"] > 0 and row["sdpo/turns"] == (3 + 2 + 1 + 1) / 4
+            assert row["sdpo/tool_success/add"] == 1.0 and row["sdpo/divergence/turn_3"] is None
+        assert [row.keys() for row in one[1]] == [row.keys() for row in other[1]]
+
+
+def test_two_processes_take_up_the_order_of_the_prompts(run):
+    for (asked, weights), (again, resumed) in run("continued"):
+        assert len(asked) == 8 and again == asked[6:]
+        tiny.assert_equal(resumed, weights)
+    first, second = (runs[0][0] for runs in run("continued"))
+    assert sorted({prompts[0] for prompts in [*first[:4], *second[:4]]}) == sorted(tiny.prompts(8)["prompt"])
+
+
 def test_images_on_one_process_do_not_block_the_other(run):
     for kinds in run("images_on_one_process"):
         assert len(kinds) == 2

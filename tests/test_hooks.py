@@ -17,6 +17,7 @@ from sdpo_trl import SDPOTrainer
 EXPECTED = {
     "GRPOTrainer.__init__": "a9957d15de1e56db",
     "GRPOTrainer._set_signature_columns_if_needed": "d29bc22f99c1edb3",
+    "GRPOTrainer._get_train_sampler": "1b25d1c0176a460e",
     "GRPOTrainer._get_per_token_logps_and_entropies": "31bbe58ca8ba5d47",
     "GRPOTrainer.training_step": "96c133253ca1d7ee",
     "GRPOTrainer._prepare_inputs": "b6f38f7a05aa4406",
@@ -24,6 +25,8 @@ EXPECTED = {
     "GRPOTrainer._calculate_rewards": "a30f2929443bd289",
     "GRPOTrainer._tokenize_prompts": "f0e7e168ffd63d94",
     "GRPOTrainer._generate": "c43183674d09daf2",
+    "GRPOTrainer._generate_single_turn": "7e2f21bdaf91a7fb",
+    "GRPOTrainer._get_tool_suffix_ids": "143d703a93fd42bb",
     "GRPOTrainer._tool_call_loop": "ba4ef3a633e2e4ee",
     "GRPOTrainer._generate_and_score_completions": "739def7da67c5a5b",
     "GRPOTrainer._compute_loss": "6b861df63f5aaa7a",
@@ -34,6 +37,7 @@ EXPECTED = {
     "Trainer.save_model": "0ea4ba18a261c6c7",
     "Trainer.push_to_hub": "725529267e92cc52",
     "_BaseTrainer.create_model_card": "2845ed823c4df45c",
+    "RepeatSampler": "0769fe928c1dc733",
     "add_fused_lm_head": "27301e73e4ace4f2",
     "shuffle_sequence_dict": "03c0043ab5aba2fe",
     "split_tensor_dict": "5cf32f6e8f1430a4",
@@ -42,9 +46,10 @@ EXPECTED = {
     "pad": "ed2b0f1c87c28daf",
 }
 TRLS_ATTRIBUTES = [
-    "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_has_async_funcs", "_is_vlm", "_logs",
-    "_metrics", "_step", "_tokenizer", "aux_loss_enabled", "current_gradient_accumulation_steps",
-    "environment_factories", "num_generations_eval", "reward_func_names",
+    "_async_tool_dicts", "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_env_tools",
+    "_has_async_funcs", "_is_vlm", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer", "aux_loss_enabled",
+    "current_gradient_accumulation_steps", "environment_factories", "generation_config", "num_generations_eval",
+    "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func", "tools",
 ]  # fmt: skip
 OWNERS = {"GRPOTrainer": GRPOTrainer, "Trainer": Trainer, "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer}
 

@@ -16,6 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import sdpo_trl
 from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedback
+from sdpo_trl.agent_options import AgentOptions
 from sdpo_trl.controls import ControlOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -50,7 +51,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "trainer_rollout_func": tiny.scripted(ANSWERS),
         **options,
     }
-    reference, prompts = [], []
+    reference, prompts, answers = [], [], []
     plain = sdpo_trl.scores.reference_scores
     monkeypatch.setattr("sdpo_trl.scores.reference_scores", lambda *args: (reference.append(1), plain(*args))[1])
     trainer = tiny.trainer(folder, reward or [graded, polite], **options)
@@ -59,6 +60,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
     def watched(model, inputs):
         hints = trainer._tokenizer.batch_decode(inputs["teacher_prompt_ids"])
         available = inputs["feedback_available"].tolist()
+        answers.append(inputs["completion_ids"].tolist())
         prompts.append(
             [hint.replace("<pad>", "") if told else None for hint, told in zip(hints, available, strict=True)]
         )
@@ -75,6 +77,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "logs": [{key: value for key, value in row.items() if key.startswith("sdpo/")} for row in logs],
         "prompts": prompts,
         "first prompts": prompts[:1],
+        "answers": answers,
         "teacher": {n: v.clone() for s in getattr(trainer, "_stores", {}).values() for n, v in s._values.items()},
         "offloaded": [store._offload for store in getattr(trainer, "_stores", {}).values()],
         "teacher dtype": trainer._teacher._model.dtype if external else None,
@@ -161,6 +164,36 @@ CASES |= {
     "success_buffer_max_age": Case(1, "prompts", {**BUFFER, "max_steps": 5}),
     "success_buffer_key": Case("topic", "prompts", {**BUFFER, "data": tiny.prompts(topic=["t"] * 4)}),
     "evaluate_teacher": Case(False, "evaluation", {"trainer_rollout_func": None, "evaluates": True}),
+}
+
+
+def look() -> str:
+    """Look around."""
+    return "there is a long hall"
+
+
+LOOKING = ['<tool_call>{"name": "look", "arguments": {}}</tool_call>$', "no$"]
+ACTING = {
+    "data": tiny.prompts(chat=True),
+    "trainer_tools": [look],
+    "trainer_processing_class": tiny.tool_tokenizer(),
+    "trainer_rollout_func": tiny.scripted(LOOKING),
+    "max_completion_length": 100,
+}
+
+
+def told_late(prompts, completions, rewards, **columns):
+    return [[(1, "look twice")] if len(turns) > 2 else None for turns in completions]
+
+
+TOLD = {**ACTING, "trainer_feedback_func": told_late, "reward": hopeless}
+CASES |= {
+    "teacher_context": Case("none", "first prompts", {"trainer_teacher_model": "FOLDER"}),
+    "distillation_temperature": Case(2.0, "loss"),
+    "distillation_span": Case("hinted_turn", "loss", TOLD),
+    "turn_feedback_template": Case("<{feedback_raw}>", "loss", TOLD),
+    "max_turn_length": Case(3, "answers", {**ACTING, "trainer_rollout_func": None}),
+    "max_observation_length": Case(8, "answers", ACTING),
 }
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
@@ -266,6 +299,21 @@ UNTOLD = {"include_environment_feedback": False}
         ({"top_entropy_quantile": 0.5}, "no effect.*policy term.*or an entropy bonus"),
         ({"num_generations": 1, "distillation_weight": 0.5}, "at least 2 generations"),
         ({"num_generations": 1, "distillation_weight": 0.0}, "at least 2 generations"),
+        ({"teacher_context": "all"}, "`teacher_context` must be one of feedback, none, got 'all'"),
+        ({"teacher_context": "none", "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
+        ({"teacher_context": "none", "max_reprompt_len": 99}, "no effect.*`teacher_context='feedback'`"),
+        ({"teacher_context": "none", "success_buffer_size": 1}, "no effect.*`teacher_context='feedback'`"),
+        ({"distillation_temperature": 0.0}, "`distillation_temperature` must be a positive number or `None`, got 0.0"),
+        ({"distillation_span": "last"}, "must be one of all, from_hint, hinted_turn, got 'last'"),
+        ({**UNTOLD, "distillation_span": "from_hint"}, "include_environment_feedback=True"),
+        ({**UNTOLD, "turn_feedback_template": "<{feedback_raw}>"}, "include_environment_feedback=True"),
+        ({"turn_feedback_template": "<>"}, "`turn_feedback_template` lacks the slot {feedback_raw}"),
+        ({"max_turn_length": 0}, "`max_turn_length` must be whole and at least 1, got 0"),
+        ({"max_turn_length": 7}, "more than the whole rollout may have.*`max_completion_length=6`"),
+        ({"max_turn_length": 3, "generation_kwargs": {"max_new_tokens": 3}}, "say the same. Drop one"),
+        ({"max_observation_length": True}, "`max_observation_length` must be whole and at least 1, got True"),
+        ({"max_observation_length": 9, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
+        ({"distillation_temperature": 2.0, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
         ({"reprompt_template": "nothing"}, r"lacks the slot {prompt}, {solution}, {feedback}"),
         ({"solution_template": "it: {solution}"}, "`solution_template` lacks the slot {successful_previous_attempt}"),
@@ -333,6 +381,14 @@ def feedback(prompts, completions, rewards, **columns):
             ValueError,
             "is for a `teacher_model` given as a path",
         ),
+        ({"teacher_context": "none"}, ValueError, "needs a `teacher_model`.*would teach nothing"),
+        (
+            {"teacher_context": "none", "trainer_teacher_model": "somewhere", "trainer_feedback_func": feedback},
+            ValueError,
+            "`feedback_func` would never be read: set `teacher_context='feedback'`",
+        ),
+        ({"max_turn_length": 3}, ValueError, "`max_turn_length` needs `tools`"),
+        ({"max_observation_length": 3}, ValueError, "`max_observation_length` cuts what tools reply"),
         ({"success_reward_func": "missing"}, ValueError, "Yours are: even_length"),
     ],
 )
@@ -390,6 +446,9 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "distillation_gain_target": None,
     "distillation_gain_max": 10.0,
     "teacher_snapshot_gate": False,
+    "teacher_context": "feedback",
+    "turn_feedback_template": "<{feedback_raw}>",
+    "max_turn_length": 5,
 }
 
 
@@ -420,7 +479,7 @@ def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__
+            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__
 
 
 # Public names

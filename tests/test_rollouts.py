@@ -10,20 +10,9 @@ import pytest
 import torch
 from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in_daemon
 
+from sdpo_trl.feedback_sources import column_texts, environment_texts, function_texts, gather_feedback, logged_texts
 from sdpo_trl.reprompt import Hint
-from sdpo_trl.rollouts import (
-    Rollouts,
-    RoutingRule,
-    column_texts,
-    demonstrations,
-    environment_texts,
-    function_texts,
-    gather_feedback,
-    logged_texts,
-    route,
-    succeeded,
-    weighted_rewards,
-)
+from sdpo_trl.rollouts import Rollouts, RoutingRule, demonstrations, route, succeeded, weighted_rewards
 
 NAN = float("nan")
 

@@ -14,27 +14,6 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 LATEX = r"at \frac{1}{2} expected {x: [1, 2]} but got {prompt} {0} \\n \g<0> %s $y_{i}$"
 CLOSING = "Correctly solve the original question."
-TOOL_TEMPLATE = (
-    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m['role'] }}|>"
-    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
-    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% if think is defined and think %}<think>{% endif %}{% endif %}"
-)
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
-    },
-}
 
 
 def text_of(value):
@@ -178,13 +157,6 @@ class Room:
         return f"you looked at {self.looked}" if self.looked else None
 
 
-def tool_tokenizer():
-    tokenizer = tiny.build_tokenizer()
-    tokenizer.chat_template = TOOL_TEMPLATE
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    return tokenizer
-
-
 def call(at):
     return f'<tool_call>{{"name": "look", "arguments": {{"at": "{at}"}}}}</tool_call>$'
 
@@ -194,7 +166,7 @@ def test_an_environment_tells_its_own_rollout(tmp_path):
     data = tiny.prompts(4, chat=True, door=["A", "B", "C", "D"])
     trainer = tiny.trainer(
         tmp_path, tiny.never, data=data, max_completion_length=200, trainer_rollout_func=tiny.scripted(answers),
-        trainer_environment_factory=Room, trainer_processing_class=tool_tokenizer(), model=big_model(),
+        trainer_environment_factory=Room, trainer_processing_class=tiny.tool_tokenizer(), model=big_model(),
     )  # fmt: skip
     rows = told_rows(trainer)
     assert sum(hint is not None for *_, hint in rows) == 4
@@ -232,7 +204,7 @@ class Wrong(Silent):
 
 
 def test_an_environment_without_feedback_gives_none(tmp_path):
-    options = {"data": tiny.prompts(2, chat=True), "trainer_processing_class": tool_tokenizer()}
+    options = {"data": tiny.prompts(2, chat=True), "trainer_processing_class": tiny.tool_tokenizer()}
     trainer = tiny.trainer(tmp_path, tiny.never, trainer_environment_factory=Silent, **options)
     assert {hint for *_, hint in told_rows(trainer)} == {None}
     trainer = tiny.trainer(tmp_path, tiny.never, trainer_environment_factory=Wrong, **options)
@@ -328,7 +300,7 @@ def test_rows_are_unchanged_after_two_epochs(tmp_path):
     before = data.to_list()
     trainer = tiny.trainer(
         tmp_path, tiny.never, data=data, max_steps=-1, num_train_epochs=2, trainer_environment_factory=Room,
-        trainer_processing_class=tool_tokenizer(), model=big_model(),
+        trainer_processing_class=tiny.tool_tokenizer(), model=big_model(),
     )  # fmt: skip
     seen = []
     generate = trainer._generate_and_score_completions
@@ -571,7 +543,7 @@ def test_demonstrations_come_without_their_thinking(tmp_path, opened, parsed):
 
     tokenizer = tiny.build_tokenizer()
     if parsed:
-        tokenizer.response_template = RESPONSE_TEMPLATE
+        tokenizer.response_template = tiny.RESPONSE_TEMPLATE
     trainer = tiny.trainer(
         tmp_path, reward, data=tiny.prompts(2, chat=True), trainer_rollout_func=tiny.scripted(answers),
         chat_template_kwargs={"think": opened}, trainer_processing_class=tokenizer, max_completion_length=40,

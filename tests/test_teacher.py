@@ -326,11 +326,7 @@ def test_integer_and_frozen_tensors_are_left_alone(tmp_path):
 
 
 def resumed(folder, **options):
-    """
-    Four steps at once, and two, another trainer, and two more: both trainers.
-
-    Within one epoch, since TRL's sampler begins each resumed run with the order of the first.
-    """
+    """Four steps at once, and two, another trainer, and two more: both trainers."""
     options = {
         "data": tiny.prompts(8),
         "max_steps": 4,

@@ -27,6 +27,28 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% if think is defined and think %}<think>{% endif %}{% endif %}"
 )
 
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+    "{% if think is defined and think %}<think>{% endif %}{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
+    },
+}
+
 
 def build_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
     """One token per printable character, plus the markers of a small chat template."""
@@ -45,6 +67,14 @@ def build_tokenizer(pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tool_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with a template and a parser for tool calls: `<tool_call>{...}</tool_call>`."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     return tokenizer
 
 
@@ -157,6 +187,33 @@ def scripted(answers: list[str], masks: list[list[int]] | None = None, **extra: 
         return output | {key: [values[i % len(values)] for i in range(len(batch))] for key, values in extra.items()}
 
     return rollout_func
+
+
+def acting(trainer: SDPOTrainer, scripts: list[list[str]]) -> SDPOTrainer:
+    """
+    Let the students of a batch say these turns instead of sampling: row `i` follows `scripts[i % len(scripts)]`.
+
+    `$` is the end token. TRL's tool loop runs as always.
+    """
+    said: list[list[Any]] = []  # what a row reads next begins with this; its turns so far
+
+    def generate(prompt_ids, *args, **kwargs):
+        starts = not said or (len(said) == len(prompt_ids) and all(len(row[0]) >= len(prompt_ids[0]) for row in said))
+        if starts:
+            said[:] = [[list(ids), -1, scripts[i % len(scripts)]] for i, ids in enumerate(prompt_ids)]
+        turns, used = [], set()
+        for number, ids in enumerate(prompt_ids):
+            fits = (i for i, row in enumerate(said) if i not in used and list(ids[: len(row[0])]) == row[0])
+            index = number if starts else next(fits)
+            used.add(index)
+            said[index][1] += 1
+            turn = answer_ids(trainer._tokenizer, said[index][2][said[index][1]])
+            said[index][0] = [*ids, *turn]
+            turns.append(turn)
+        return turns, None
+
+    trainer._generate_single_turn = generate
+    return trainer
 
 
 def answer_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -1,0 +1,254 @@
+"""Rows as people have them: pure conversions, then what student, tools and teacher make of them."""
+
+import copy
+import json
+import os
+
+import pytest
+import tiny
+from datasets import Dataset
+from test_agents import add, call, make, rows_of
+
+from sdpo_trl.rows import declared_tools, message, prompt_row, tool_name
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+ADD = {
+    "name": "add",
+    "description": "Adds, in this row's words.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+}
+NESTED = {"type": "function", "function": ADD}
+USER = {"role": "user", "content": "1+1?"}
+
+
+# Pure
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ({"role": "user", "content": "q", "tool_calls": None}, {"role": "user", "content": "q"}),
+        ({"from": "human", "value": "q"}, {"role": "user", "content": "q"}),
+        ({"from": "gpt", "value": "a"}, {"role": "assistant", "content": "a"}),
+        ({"from": "system", "value": "s"}, {"role": "system", "content": "s"}),
+        ({"from": "observation", "value": "größer"}, {"role": "tool", "content": "größer"}),
+        ({"role": "tool", "content": "3", "name": "add"}, {"role": "tool", "content": "3", "name": "add"}),
+        ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+        (
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+            },
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [{"id": "1", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+            },
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+            },
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "q", "image": None}]},
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+        ),
+    ],
+)
+def test_a_turn_in_either_spelling(turn, expected):
+    before = copy.deepcopy(turn)
+    assert message(turn) == expected and turn == before
+
+
+@pytest.mark.parametrize(
+    ("turn", "error"),
+    [
+        ({"content": "q"}, "A turn needs `role` and `content`, or `from` and `value`"),
+        ({"from": "function_call", "value": "add(1)"}, "not valid JSON"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": "{"}]},
+            "arguments of a tool call in a row is not valid JSON",
+        ),
+    ],
+)
+def test_a_turn_that_cannot_be_read(turn, error):
+    with pytest.raises(ValueError, match=error):
+        message(turn)
+
+
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_a_trailing_answer_is_dropped_and_earlier_turns_stay(column, answers):
+    earlier = [USER, {"role": "assistant", "content": "2"}, {"role": "tool", "content": "t"}]
+    row = {column: [*earlier, *[{"role": "assistant", "content": "a"}] * answers], "answer": 7}
+    before = copy.deepcopy(row)
+    assert prompt_row(row) == {**row, "prompt": earlier} and row == before
+
+
+def test_a_row_of_trls_is_returned_as_it_is():
+    for row in (
+        {"prompt": "q"},
+        {"prompt": [USER]},
+        {"prompt": [USER], "messages": [USER, USER]},
+        {"environment": "x"},
+    ):
+        assert prompt_row(row) is row
+
+
+def test_nothing_to_answer():
+    with pytest.raises(ValueError, match="hold nothing that could be answered"):
+        prompt_row({"messages": [{"role": "assistant", "content": "hello"}]})
+
+
+@pytest.mark.parametrize("source", ["prompt", "messages"])
+@pytest.mark.parametrize("text", [False, True])
+def test_tools_of_the_system_message(source, text):
+    tools = json.dumps([ADD]) if text else [ADD]
+    row = {source: [{"role": "system", "content": "s", "tools": tools}, USER]}
+    made = prompt_row(row)
+    assert made["prompt"] == [{"role": "system", "content": "s"}, USER]
+    assert declared_tools(made["tools"]) == [NESTED]
+    assert prompt_row({**row, "tools": []})["tools"] == []  # the column counts
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, None),
+        ([], []),
+        ("", []),
+        ([ADD], [NESTED]),
+        ([NESTED], [NESTED]),
+        ([json.dumps(NESTED)], [NESTED]),
+        (json.dumps([NESTED]), [NESTED]),
+        (ADD, [NESTED]),
+        (["add"], ["add"]),
+        ([{**NESTED, "strict": None}], [NESTED]),
+    ],
+)
+def test_declared_tools(value, expected):
+    assert declared_tools(value) == expected
+    assert [tool_name(tool) for tool in expected or []] == ["add"] * len(expected or [])
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (3, "must be a list of JSON schemas, got int"),
+        ("[1", "not valid JSON"),
+        ([1], "by its JSON schema, or by its name; got int"),
+        ([{"description": "x"}], "has no `name`"),
+    ],
+)
+def test_tools_that_cannot_be_read(value, error):
+    with pytest.raises(ValueError, match=error):
+        declared_tools(value)
+
+
+# In the trainer
+
+
+def double(a: int) -> int:
+    """
+    Double a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+
+
+DOUBLE = {"name": "double", "description": "Doubles.", "parameters": {"type": "object", "properties": {}}}
+
+
+def mixed_rows(**columns):
+    """One row with its own `add`, one with `double` by name, one with nothing, one with all there is."""
+    declared = [json.dumps([ADD]), json.dumps([DOUBLE]), "[]", None]
+    rows = [{"messages": [{**USER, "content": f"task {i}"}, {"role": "assistant", "content": "-"}]} for i in range(4)]
+    return Dataset.from_list([{**row, "tools": tools} for row, tools in zip(rows, declared, strict=True)])
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_only_the_declared_tools_are_described_and_run(tmp_path, weight):
+    both = call("add", a=1, b=2) + call("double", a=5)
+    data = mixed_rows()
+    before = data.to_list()
+    trainer = make(
+        tmp_path, [[both + "$", "done$"]], data=data, trainer_tools=[add, double], per_device_train_batch_size=16,
+        distillation_weight=weight, remove_unused_columns=True,
+    )  # fmt: skip
+    rows = rows_of(trainer)
+    assert len(rows) == 16
+    for prompt, parts, hint in rows:
+        task = int(prompt.split("task ")[1][0])
+        allowed = {0: ("add",), 1: ("double",), 2: (), 3: ("add", "double")}[task]
+        for name, result in (("add", "<|tool|>3<|end|>"), ("double", "<|tool|>10<|end|>")):
+            assert (f'"name": "{name}"' in prompt) == (f'"name": "{name}"' in hint) == (name in allowed)
+            assert (result in parts[1][1]) == (name in allowed)
+            assert (f"Tool {name} not found" in parts[1][1].replace("<unk>", "")) == (name not in allowed)
+        assert ("in this row's words" in prompt) == (task == 0)
+        assert "<|assistant|>-" not in prompt
+    assert data.to_list() == before
+    trainer.train()
+
+
+def test_a_tool_that_nothing_runs_is_refused(tmp_path):
+    data = Dataset.from_list([{"messages": [USER], "tools": json.dumps([{**ADD, "name": "other"}])}] * 2)
+    with pytest.raises(ValueError, match=r"Row 0 of the batch declares the tool 'other', which nothing runs.*add"):
+        tiny.micro_batches(make(tmp_path, data=data, trainer_tools=[add]))
+    with pytest.raises(ValueError, match=r"known: none"):
+        tiny.micro_batches(make(tmp_path, data=data))
+
+
+def test_a_row_that_cannot_be_read_is_named(tmp_path):
+    data = Dataset.from_list([{"messages": [USER]}, {"messages": [{"role": "assistant", "content": "a"}]}])
+    with pytest.raises(ValueError, match=r"Row 4 of the batch cannot be read\. The `messages` of a row hold nothing"):
+        tiny.micro_batches(make(tmp_path, data=data))
+
+
+def test_tools_for_a_text_are_refused(tmp_path):
+    data = tiny.prompts(2, tools=[json.dumps([ADD])] * 2)
+    with pytest.raises(ValueError, match="declares tools, but its prompt is plain text"):
+        tiny.micro_batches(make(tmp_path, data=data, trainer_tools=[add]))
+
+
+class Room:
+    """An environment with two tools."""
+
+    def reset(self, **kwargs):
+        return " Go."
+
+    def look(self) -> str:
+        """Look."""
+        return "dark"
+
+    def jump(self) -> str:
+        """Jump."""
+        return "up"
+
+
+def test_rows_choose_among_an_environments_tools(tmp_path):
+    data = Dataset.from_list([{"messages": [{**USER, "content": f"task {i}"}], "tools": [name]}
+                              for i, name in enumerate(("look", "jump"))])  # fmt: skip
+    trainer = make(
+        tmp_path, [[call("look") + call("jump") + "$", "done$"]], data=data, trainer_environment_factory=Room,
+    )  # fmt: skip
+    for prompt, parts, hint in rows_of(trainer):
+        first = "task 0" in prompt
+        for text in (prompt, hint):
+            assert ('"name": "look"' in text) == first and ('"name": "jump"' in text) == (not first)
+            assert "Go." in text
+        assert ("dark" in parts[1][1]) == first and ("<|tool|>up" in parts[1][1]) == (not first)
+
+
+def test_a_rollout_func_sees_the_rows_tools(tmp_path):
+    trainer = make(tmp_path, data=mixed_rows(), trainer_rollout_func=tiny.scripted(["ok$"]))
+    for prompt, _, hint in rows_of(trainer):
+        assert prompt.split("<|user|>")[0] == hint.split("<|user|>")[0]
+        assert ("in this row's words" in prompt) == ("task 0" in prompt)
