@@ -18,6 +18,7 @@ from .heads import HeadTap, MixedHead, TokenHead
 from .scores import head_entropy
 from .shards import whole_shape
 from .teacher import Teacher, TrustRegionTeacher
+from .temperature import at_temperature
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +178,8 @@ class TeacherPass:
 
     def _entropies(self, head: TokenHead, active: torch.Tensor) -> torch.Tensor:
         """Of the active tokens of the first rows of a head, over the items that the student has too."""
+        temperature = self._trainer.args.distillation_temperature
+        head = head if temperature is None else at_temperature(head, temperature)
         student = self._trainer._tap.model.get_output_embeddings().weight
         shared = min(head.vocab_size, whole_shape(student)[0])
         return head_entropy(replace(head, hidden=head.hidden[: active.size(0)][active]), shared)
