@@ -5,7 +5,6 @@ import math
 import pytest
 import tiny
 import torch
-from test_sources import tool_tokenizer
 
 from sdpo_trl.metrics import TOKEN_METRICS
 
@@ -442,7 +441,7 @@ def test_a_question_without_a_name_of_its_own_is_refused(tmp_path):
         make(tmp_path, success_buffer_size=2, success_buffer_key="id")
     with pytest.raises(ValueError, match="lacks its environment's observation"):
         make(tmp_path, answers=None, success_buffer_size=2, trainer_environment_factory=Room,
-             data=tiny.prompts(chat=True), trainer_processing_class=tool_tokenizer())  # fmt: skip
+             data=tiny.prompts(chat=True), trainer_processing_class=tiny.tool_tokenizer())  # fmt: skip
     with pytest.raises(ValueError, match="lacks its images"):
         make(tmp_path, success_buffer_size=2, data=tiny.prompts(4, image=["a", "b", "c", "d"]))
 
