@@ -29,8 +29,11 @@ from sdpo_trl import SDPOConfig, SDPOTrainer
 EMA = {"teacher_model_kind": "ema", "teacher_update_rate": 0.05, "distillation_alpha": 0.5}
 SNAPSHOT = {"teacher_model_kind": "snapshot", "teacher_sync_steps": 20, "distillation_alpha": 0.5}
 ROUTED = {"distillation_weight": 0.5, "distillation_routing": "failed", "token_weighting": "teacher_entropy"}
-# One answer per prompt, each batch of them trained on eight times.
-STALE = {**EMA, "num_generations": 1, "num_iterations": 8, "distillation_is_clip": None}
+# One answer per prompt, each batch of them trained on 32 times in a row, at six times the quickstart's learning rate.
+STALE = {
+    "teacher_model_kind": "base", "distillation_alpha": 0.5, "num_generations": 1, "num_iterations": 32,
+    "learning_rate": 3e-3, "distillation_is_clip": None,
+}  # fmt: skip
 SETTINGS = {
     "live": {"teacher_model_kind": "live", "distillation_alpha": 0.5},
     "ema": EMA,
