@@ -48,6 +48,7 @@ def our_step(folder, case, **options):
     optimizer, batch = ready(trainer, case)
     trainer._teacher_pass._verified = True  # the one comparison of a run is not part of a step
     trainer._gap_size.value = 1.0
+    active = batch["feedback_available"][:, None] & batch["completion_mask"].bool()
     if "distillation_routing" in options:
         kept = ~batch["feedback_available"]
         tokens, rows = torch.tensor(8 * case["length"]), torch.tensor(8)
@@ -55,7 +56,7 @@ def our_step(folder, case, **options):
                   "all_tokens": tokens, "all_rows": rows, "prompt_weight": torch.ones(8)}  # fmt: skip
 
     def call():
-        made = trainer._teacher_pass.cached(batch, batch["feedback_available"])
+        made = trainer._teacher_pass.cached(batch, active)
         finish(trainer, optimizer, trainer._compute_loss(trainer.model, {**batch, **made}))
         trainer._stores["teacher"].move(0.05)
 
