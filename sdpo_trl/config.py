@@ -8,6 +8,7 @@ from trl import GRPOConfig
 
 from .controls import ControlOptions
 from .divergence import DivergenceSpec
+from .faults import FaultOptions
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
 from .rollouts import RoutingRule
 
@@ -26,10 +27,10 @@ class _SingleGeneration(int):
 
 
 @dataclass
-class SDPOConfig(ControlOptions, GRPOConfig):
+class SDPOConfig(FaultOptions, ControlOptions, GRPOConfig):
     r"""
-    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, and those of [`ControlOptions`]
-    for long runs.
+    Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`]
+    for long runs, and those of [`FaultOptions`] for broken ones.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
@@ -204,6 +205,7 @@ class SDPOConfig(ControlOptions, GRPOConfig):
             self.num_generations = 1
         self._check_ranges()
         self._check_control_ranges()
+        self._check_fault_ranges()
         self._check_pairs()
         self._check_control_pairs()
         self.templates  # noqa: B018 - building them checks their slots

@@ -16,7 +16,8 @@ from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in
 
 from . import rollouts as rollout_rules
 from .batches import same_random_numbers, vision_inputs
-from .files import FilesTrainer, attribute
+from .files import attribute
+from .guarded_trainer import GuardedTrainer
 from .loss import difficulty_weights
 from .metrics import MetricSums
 from .reprompt import Prompt, strip_thinking
@@ -27,7 +28,7 @@ from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 
 
-class FeedbackTrainer(FilesTrainer):
+class FeedbackTrainer(GuardedTrainer):
     """
     GRPO whose batches also hold the teacher's prompts, which rows have feedback, and how many tokens are active.
 
@@ -95,7 +96,7 @@ class FeedbackTrainer(FilesTrainer):
         given = None
         if self._feedback_func is not None:
             given = rollout_rules.function_texts(
-                self._feedback_func,
+                self._guard(self._feedback_func, "`feedback_func`"),
                 prompts,
                 completions,
                 total[self._local_rows(count)].tolist(),
