@@ -26,6 +26,19 @@ class _SingleGeneration(int):
         return False
 
 
+class _Token(str):
+    """A token that stays out of `training_args.bin`, which `Trainer` writes and pushes to the Hub."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
+
+    def __copy__(self) -> "_Token":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "_Token":
+        return self
+
+
 @dataclass
 class SDPOConfig(FaultOptions, ControlOptions, GRPOConfig):
     r"""
@@ -203,6 +216,8 @@ class SDPOConfig(FaultOptions, ControlOptions, GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
+        if self.hub_token is not None:
+            self.hub_token = _Token(self.hub_token)
         self._check_ranges()
         self._check_control_ranges()
         self._check_fault_ranges()

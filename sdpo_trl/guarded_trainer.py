@@ -4,6 +4,7 @@ Knows: TRL's and transformers' steps and folders. Deliberately does not know: fe
 """
 
 import logging
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,20 @@ class GuardedTrainer(FilesTrainer):
                     f"The checkpoint {resume_from_checkpoint} is incomplete: it {wrong}. Give another one, or "
                     "`resume_from_checkpoint=True` for the last complete one of `output_dir`."
                 )
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self._upload_tables()
+
+    def _upload_tables(self) -> None:
+        """
+        Upload what TRL's scheduler, which looks every two minutes, has not uploaded yet.
+
+        Its own last upload, when Python ends, fails for two files or more, since no thread can be started by then.
+        What goes wrong here it logs itself.
+        """
+        if self.args.log_completions_hub_repo is not None and self.accelerator.is_main_process:
+            wait([self.commit_scheduler.trigger()])
 
     def _whole_checkpoint(self) -> "str | bool":
         """The checkpoint to resume from; `True`, so that transformers says so, where there is none of any kind."""
