@@ -52,14 +52,15 @@ class FaultOptions:
             Seconds that one call of a reward function or of `feedback_func` may take (a call grades all answers of
             this process's batch); then the run ends with an error that names the prompts. `None` waits for ever. An
             async function is cancelled. Any other one runs in a thread, which Python cannot stop: it is abandoned and
-            ends with the process. In a thread no signal can be used, so give graders that set an alarm (such as
-            `math_verify`'s `parsing_timeout`) none. An async function that blocks its event loop, a reward model, a
-            tool and an environment are not bounded.
+            ends with the process. In a thread no signal can be used: a function that sets alarms, or must be called
+            in the main thread for another reason, bounds its time itself, says so by a true attribute `limits_itself`
+            (as [`MathReward`] does), and is not bounded here. Neither are an async function that blocks its event
+            loop, a reward model, a tool and an environment.
         max_nonfinite_steps (`int`, *optional*, defaults to `3`):
             Optimizer steps with an infinite or NaN gradient are skipped with a warning; after this many in a row the
             run ends with an error. 0 applies such gradients as they come, as TRL does. With fp16 the loss scaler skips
-            them by itself, uncounted; DeepSpeed has applied them before they are seen, so there the first one ends
-            the run.
+            them by itself, uncounted. DeepSpeed decides by itself whether to skip; where it has applied one, the run
+            ends at once.
     """
 
     reward_timeout: float | None = field(

@@ -103,7 +103,8 @@ class GuardedTrainer(FilesTrainer):
         """The function with a time limit and errors that name its prompts; a reward model as it is."""
         if isinstance(func, nn.Module):
             return func
-        return guarded(func, name, self.args.reward_timeout, self._how_to_go_on)
+        limit = None if getattr(func, "limits_itself", False) else self.args.reward_timeout
+        return guarded(func, name, limit, self._how_to_go_on)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
@@ -139,7 +140,7 @@ class GuardedTrainer(FilesTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         # fp16's loss scaler meets such gradients on purpose, and skips them itself.
-        if not self.args.max_nonfinite_steps or self.accelerator.scaler is not None or norm is None:
+        if not self.args.max_nonfinite_steps or self.args.fp16 or norm is None:
             return norm
         value = norm.item() if isinstance(norm, torch.Tensor) else norm
         if 0 <= value < float("inf"):  # DeepSpeed gives -1 for NaN
@@ -155,13 +156,11 @@ class GuardedTrainer(FilesTrainer):
             "Lower the learning rate, or bound the divergence (`distillation_log_ratio_clip=5.0`); if the model's "
             "weights themselves hold NaN, only an earlier checkpoint helps."
         )
-        if self.is_deepspeed_enabled:
-            if self.model_wrapped.was_step_applied():
-                raise FloatingPointError(
-                    f"SDPO: the gradient of step {step} is not finite (norm {norm}), and DeepSpeed has applied it. "
-                    f"{causes} {self._how_to_go_on()}"
-                )
-            return
+        if self.is_deepspeed_enabled and self.model_wrapped.was_step_applied():
+            raise FloatingPointError(
+                f"SDPO: the gradient of step {step} is not finite (norm {norm}), and DeepSpeed has applied it. "
+                f"{causes} {self._how_to_go_on()}"
+            )
         self._broken_steps += 1
         if self._broken_steps >= most:
             raise FloatingPointError(
@@ -172,4 +171,5 @@ class GuardedTrainer(FilesTrainer):
             f"SDPO: the gradient of step {step} is not finite (norm {norm}), so the step is skipped: the weights stay "
             f"as they are ({self._broken_steps} in a row; the run ends at {most}). {causes}"
         )
-        model.zero_grad(set_to_none=True)  # an optimizer leaves a parameter without a gradient alone
+        if not self.is_deepspeed_enabled:  # which has skipped it itself
+            model.zero_grad(set_to_none=True)  # an optimizer leaves a parameter without a gradient alone

@@ -389,6 +389,20 @@ def test_a_guarded_function_sees_the_callers_gradient_mode_and_its_own_timeout_i
         guarded(slow_server, "it", 5.0, str)(["a"])
 
 
+def test_a_function_that_limits_itself_is_called_in_the_main_thread(tmp_path):
+    """As `MathReward`, whose alarm works there alone."""
+    pytest.importorskip("math_verify")
+    from sdpo_trl.environments import MathReward
+
+    answers = [r"\boxed{2}$", r"\boxed{3}$"]
+    trainer = tiny.trainer(
+        tmp_path, [MathReward(), tiny.never], data=tiny.prompts(2, answer=["2", "2"]), reward_timeout=60.0,
+        max_steps=1, trainer_rollout_func=tiny.scripted(answers), max_completion_length=20,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/math_reward/mean"] == 0.5
+
+
 # Rewards that are none
 
 
@@ -489,7 +503,7 @@ def test_several_such_steps_in_a_row_end_the_run(tmp_path):
     tiny.assert_equal(tiny.trained(trainer.model), watch.weights[2])
 
 
-def test_deepspeed_has_applied_the_step_already(tmp_path, monkeypatch):
+def test_a_step_that_deepspeed_has_applied_ends_the_run_at_once(tmp_path):
     """It steps within the backward pass, and gives -1 as the norm of a gradient that holds NaN."""
     trainer = tiny.trainer(tmp_path, tiny.telling())
 
@@ -503,5 +517,8 @@ def test_deepspeed_has_applied_the_step_already(tmp_path, monkeypatch):
     trainer.accelerator.clip_grad_norm_ = lambda *args: -1.0
     with pytest.raises(FloatingPointError, match=r"step 1 is not finite .*DeepSpeed has applied it"):
         trainer._get_grad_norm(trainer.model)
-    Engine.applied = False  # its own scaler skipped it
+    Engine.applied = False  # it was skipped, and is counted
     assert trainer._get_grad_norm(trainer.model) == -1.0
+    assert trainer._get_grad_norm(trainer.model) == -1.0
+    with pytest.raises(FloatingPointError, match="at 3 steps in a row"):
+        trainer._get_grad_norm(trainer.model)
