@@ -5,6 +5,7 @@ Knows: names and formats of files. Deliberately does not know: what is in them, 
 
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,11 @@ def damage(folder: Path) -> str | None:
     return None
 
 
+def _numbered(output_dir: str | Path) -> dict[int, Path]:
+    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()]
+    return {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
+
+
 def last_complete(output_dir: str, needed: Iterable[str] = ()) -> tuple[Path | None, dict[Path, str]]:
     """
     The latest checkpoint that is whole, and what is wrong with each later one.
@@ -57,12 +63,26 @@ def last_complete(output_dir: str, needed: Iterable[str] = ()) -> tuple[Path | N
         needed (`Iterable[str]`): Files that a checkpoint must also have.
     """
     passed: dict[Path, str] = {}
-    folders = [path for path in Path(output_dir).glob("checkpoint-*") if path.is_dir()]
-    numbered = {int(match[1]): path for path in folders if (match := re.fullmatch(r"checkpoint-(\d+)", path.name))}
-    for _, folder in sorted(numbered.items(), reverse=True):
+    for _, folder in sorted(_numbered(output_dir).items(), reverse=True):
         missing = [name for name in needed if not (folder / name).is_file()]
         wrong = damage(folder) or (f"lacks {missing[0]}" if missing else None)
         if wrong is None:
             return folder, passed
         passed[folder] = wrong
     return None, passed
+
+
+def set_aside(output_dir: str | Path, step: int) -> list[Path]:
+    """
+    Rename the broken checkpoints of later steps; gives their new paths.
+
+    `save_total_limit` may go by the number in the name: it would keep a broken one and delete the whole one that was
+    just written. The new name begins as what is never pushed to the Hub.
+    """
+    renamed = []
+    for number, folder in _numbered(output_dir).items():
+        if number > step and damage(folder) is not None:
+            aside = folder.with_name(f"_incomplete-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # an earlier one of the same step
+            renamed.append(folder.rename(aside))
+    return renamed

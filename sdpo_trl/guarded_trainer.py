@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .checkpoints import damage, last_complete
+from .checkpoints import damage, last_complete, set_aside
 from .faults import RewardError, guarded, shown_prompts, writing
 from .files import FilesTrainer, attribute
 
@@ -87,6 +87,9 @@ class GuardedTrainer(FilesTrainer):
             if self.args.should_save and folder.is_dir():
                 # One that is written over is incomplete until it has its last file again.
                 (folder / "trainer_state.json").unlink(missing_ok=True)
+            if self.args.should_save and self.args.save_total_limit:
+                for path in set_aside(folder.parent, self.state.global_step):
+                    logger.warning(f"SDPO: {path} is an incomplete checkpoint of a run that was killed. Delete it.")
             super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -32,8 +32,11 @@ def contents(folder):
 def saving(folder, reward=None, steps=4, **options):
     """A run with a checkpoint at every second step."""
     return tiny.trainer(
-        folder, reward or tiny.telling(), max_steps=steps, save_strategy="steps", save_steps=2,
-        **{"data": tiny.prompts(16), "trainer_peft_config": tiny.lora(), **options},
+        folder, reward or tiny.telling(), max_steps=steps,
+        **{
+            "data": tiny.prompts(16), "trainer_peft_config": tiny.lora(), "save_strategy": "steps", "save_steps": 2,
+            **options,
+        },
     )  # fmt: skip
 
 
@@ -191,6 +194,20 @@ def test_a_checkpoint_that_is_written_over_is_incomplete_until_its_end(tmp_path,
     assert seen == ["has no trainer_state.json, which is written last"] and damage(tmp_path / "checkpoint-4") is None
 
 
+def test_a_limit_on_checkpoints_keeps_the_whole_one_not_a_broken_one_of_a_later_step(tmp_path, finished, caplog):
+    """By number, as transformers rotates where times of files mean nothing."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    trainer = saving(tmp_path, steps=3, save_total_limit=1)
+    trainer.train(resume_from_checkpoint=True)
+    assert damage(tmp_path / "checkpoint-3") is None
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "_incomplete-checkpoint-4",
+        "checkpoint-3",
+    ]
+    assert "_incomplete-checkpoint-4 is an incomplete checkpoint of a run that was killed" in caplog.text
+
+
 # Disks and folders
 
 
@@ -213,7 +230,7 @@ class FillTheDisk(TrainerCallback):
         self.disk, self.share = disk, share
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step == 3 and not (self.disk / "filler").exists():
             size = sum(path.stat().st_size for path in Path(args.output_dir, "checkpoint-2").iterdir())
             room = shutil.disk_usage(self.disk).free - int(self.share * size)
             (self.disk / "filler").write_bytes(bytes(room))
@@ -240,6 +257,26 @@ def test_a_full_disk(small_disk, share, peft):
     again = saving(folder, **options)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4 and damage(folder / "checkpoint-4") is None
+
+
+def test_a_full_disk_under_the_table_of_rollouts(small_disk):
+    folder = small_disk / "run"
+    options = {"log_completions": True, "num_completions_to_print": 0}
+    trainer = saving(folder, trainer_callbacks=[FillTheDisk(small_disk, 0.0)], **options)
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    assert f"{folder} could not be written" in str(caught.value) and "MB are free on the disk" in str(caught.value)
+    assert f"last complete checkpoint is {folder / 'checkpoint-2'}" in str(caught.value)
+
+
+def test_a_full_disk_under_the_final_model(small_disk):
+    trainer = saving(small_disk / "run", save_strategy="no")
+    trainer.train()
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(CheckpointError, match=r"export could not be written .*MB are free"):
+        trainer.save_model(str(small_disk / "export"))
+    (small_disk / "filler").unlink()
+    trainer.save_model(str(small_disk / "export"))  # nothing is lost
 
 
 def test_a_file_in_the_place_of_the_output_folder(tmp_path):
