@@ -176,8 +176,13 @@ def _in_thread(call: Callable[[], Any], timeout: float) -> Any:
         raise _Late from error
 
 
-def _cannot_write(error: Exception) -> bool:
+def _cannot_write(error: Exception, path: Path) -> bool:
+    """Whether the error is a disk's or a folder's, about `path` or what lies beside it."""
     if isinstance(error, OSError):
+        if error.filename is not None:
+            other, path = Path(str(error.filename)).absolute(), path.absolute()
+            if not (other.is_relative_to(path.parent) or path.is_relative_to(other)):
+                return False
         return error.errno in _REFUSALS and not isinstance(error, HfHubHTTPError)
     if isinstance(error, RuntimeError):
         return any(words in str(error) for words in _TORCH_CANNOT_WRITE)
@@ -198,7 +203,7 @@ def writing(path: Path, advice: Callable[[], str]) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises no narrower class
-        if not _cannot_write(error):
+        if not _cannot_write(error, path):
             raise
         raise CheckpointError(f"{path} could not be written ({error}). {_remedy(path, error)} {advice()}") from error
 

@@ -97,7 +97,7 @@ class GuardedTrainer(FilesTrainer):
             super().save_model(output_dir, _internal_call)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        with self._writing(Path(self.args.output_dir)):  # the completions table
+        with self._writing(Path(self.args.output_dir) / "completions"):  # TRL's tables
             super().log(logs, start_time)
 
     # Rewards

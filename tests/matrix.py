@@ -169,7 +169,7 @@ def _stores(checkpoint: Path, start: torch.nn.Module, stores: dict[str, dict[str
         store = WeightStore(start)
         store.load(checkpoint / f"sdpo_{key}.safetensors")
         tiny.assert_equal(dict(store.whole()), tensors)
-    return len(list(checkpoint.glob("sdpo_*"))) == len(stores)
+    return len(list(checkpoint.glob("sdpo_*.safetensors"))) == len(stores)
 
 
 def _exports(folder: Path, student: str, variant: list[str], trained: dict[str, torch.Tensor]) -> bool:

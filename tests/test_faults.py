@@ -265,7 +265,8 @@ def test_a_full_disk_under_the_table_of_rollouts(small_disk):
     trainer = saving(folder, trainer_callbacks=[FillTheDisk(small_disk, 0.0)], **options)
     with pytest.raises(CheckpointError) as caught:
         trainer.train()
-    assert f"{folder} could not be written" in str(caught.value) and "MB are free on the disk" in str(caught.value)
+    assert f"{folder / 'completions'} could not be written" in str(caught.value)
+    assert "MB are free on the disk" in str(caught.value)
     assert f"last complete checkpoint is {folder / 'checkpoint-2'}" in str(caught.value)
 
 
@@ -306,9 +307,10 @@ def test_a_checkpoint_folder_that_cannot_be_made(tmp_path):
     assert f"last complete checkpoint is {tmp_path / 'checkpoint-2'}" in str(caught.value)
 
 
-def test_what_is_no_fault_of_the_disk_passes_unchanged():
-    for error in (RuntimeError("CUDA error"), ConnectionResetError(104, "reset"), ValueError("a")):
-        with pytest.raises(type(error)) as caught, writing(Path("x"), str):
+def test_what_is_no_fault_of_the_disk_passes_unchanged(tmp_path):
+    other = FileNotFoundError(2, "No such file", "/somewhere/a-callbacks-own")
+    for error in (RuntimeError("CUDA error"), ConnectionResetError(104, "reset"), ValueError("a"), other):
+        with pytest.raises(type(error)) as caught, writing(tmp_path / "x", str):
             raise error
         assert caught.value is error
 
