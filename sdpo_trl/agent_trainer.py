@@ -16,14 +16,15 @@ from trl.data_utils import is_conversational
 from . import rows as row_rules
 from .agent_metrics import AgentMetrics, is_truncated
 from .batches import position_limit
-from .files import FilesTrainer, attribute
+from .files import attribute
+from .guarded_trainer import GuardedTrainer
 from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
 from .turns import turn_starts
 
 logger = logging.getLogger(__name__)
 
 
-class AgentTrainer(FilesTrainer):
+class AgentTrainer(GuardedTrainer):
     """
     GRPO that takes rows as people have them, and whose students read what went wrong with a tool call.
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from .config import SDPOConfig
+from .faults import check_output_folder
 
 
 def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any, teacher_model: Any) -> None:
@@ -55,3 +56,5 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
             raise ValueError(
                 f"An external `teacher_model` never moves, so `{changed[0]}` has no effect. Drop one of them."
             )
+    if args.should_save:
+        check_output_folder(args.output_dir, args.save_strategy != "no" or args.push_to_hub or args.log_completions)

@@ -9,6 +9,7 @@ from trl import GRPOConfig
 from .agent_options import AgentOptions
 from .controls import ControlOptions
 from .divergence import DivergenceSpec
+from .faults import FaultOptions
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
 from .rollouts import RoutingRule
 
@@ -26,11 +27,24 @@ class _SingleGeneration(int):
         return False
 
 
+class _Token(str):
+    """A token that stays out of `training_args.bin`, which `Trainer` writes and pushes to the Hub."""
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(None), ()
+
+    def __copy__(self) -> "_Token":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "_Token":
+        return self
+
+
 @dataclass
-class SDPOConfig(AgentOptions, ControlOptions, GRPOConfig):
+class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
     r"""
     Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`] for
-    long runs, and those of [`AgentOptions`] for agents and other teachers.
+    long runs, of [`AgentOptions`] for agents and other teachers, and of [`FaultOptions`] for runs that break.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
@@ -203,9 +217,12 @@ class SDPOConfig(AgentOptions, ControlOptions, GRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
+        if self.hub_token is not None:
+            self.hub_token = _Token(self.hub_token)
         self._check_ranges()
         self._check_control_ranges()
         self._check_agent_ranges()
+        self._check_fault_ranges()
         self._check_pairs()
         self._check_control_pairs()
         self.templates  # noqa: B018 - building them checks their slots

@@ -105,7 +105,7 @@ class FeedbackTrainer(AgentTrainer):
         given = None
         if self._feedback_func is not None:
             given = feedback_sources.function_texts(
-                self._feedback_func,
+                self._guard(self._feedback_func, "`feedback_func`"),
                 prompts,
                 completions,
                 total[self._local_rows(count)].tolist(),

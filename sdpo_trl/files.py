@@ -10,10 +10,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from .card import complete_card
 from .run_state import RunState
 from .sampling_order import ResumableOrder
 from .store import WeightStore
@@ -44,6 +46,7 @@ class FilesTrainer(GRPOTrainer):
     """
 
     _stores: dict[str, WeightStore]
+    _teacher_kind: str
     _remembers: dict[str, RunState]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -105,12 +108,20 @@ class FilesTrainer(GRPOTrainer):
     def create_model_card(
         self, model_name: str | None = None, dataset_name: str | None = None, tags: "str | list[str] | None" = None
     ) -> None:
-        super().create_model_card(model_name, dataset_name, tags)
+        adapter = is_peft_model(self.model)
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
+        super().create_model_card(model_name, dataset_name, [*tags, *(["peft"] if adapter else [])])
+        if not self.is_world_process_zero():
+            return
         path = Path(self.args.output_dir) / "README.md"
         source = get_config_model_id(self.model.config)
-        if self.is_world_process_zero() and (not source or Path(source).is_dir()):
+        card = ModelCard.load(path)
+        if not source or Path(source).is_dir():
             # TRL names no base model that is not on the Hub; its metadata must stay empty, its text need not.
             name = f"`{Path(source).name}` (a local folder)" if source else "a model built from its configuration"
-            card = ModelCard.load(path)
             card.text = card.text.replace("[None](https://huggingface.co/None)", name)
-            card.save(path)
+        complete_card(
+            card, self.args, self._teacher_kind, adapter=adapter, chats=self._tokenizer.chat_template is not None,
+            name=path.absolute().parent.name,
+        )  # fmt: skip
+        card.save(path)

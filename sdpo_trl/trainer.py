@@ -101,6 +101,8 @@ class SDPOTrainer(LossTrainer):
         self._feedback_calls = []
         self._rollouts = None
         self._distills = args.distillation_weight > 0.0
+        self._teacher_kind = args.teacher_model_kind if teacher_model is None else "external"
+        self._teacher_kind = self._teacher_kind if self._distills else "none"
         # TRL takes its reference from the model's path, and for an adapter from the bare model under it. Here it is
         # the policy as it was handed over, so TRL is asked for none. `sync_ref_model` moves it, which is TRL's own
         # business.

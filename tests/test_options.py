@@ -5,19 +5,21 @@ import functools
 import inspect
 import logging
 import os
+import threading
 
 import pytest
 import tiny
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import sdpo_trl
 from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedback
 from sdpo_trl.agent_options import AgentOptions
 from sdpo_trl.controls import ControlOptions
+from sdpo_trl.faults import FaultOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -34,6 +36,23 @@ def graded(completions, log_extra, **kwargs):
 def polite(completions, **kwargs):
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [1.0 if text.startswith("p") else 0.0 for text in texts]
+
+
+def in_the_main_thread(completions, **kwargs):
+    return [float(threading.current_thread() is threading.main_thread())] * len(completions)
+
+
+class BrokenGradient(TrainerCallback):
+    """The second step's gradient is NaN."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            parameter = next(p for p in model.parameters() if p.requires_grad)
+            self.hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.hook.remove()
 
 
 def hopeless(completions, **kwargs):
@@ -163,6 +182,8 @@ CASES |= {
     "success_buffer_questions": Case(1, "prompts", {**BUFFER, "data": tiny.prompts(), "max_steps": 8}),
     "success_buffer_max_age": Case(1, "prompts", {**BUFFER, "max_steps": 5}),
     "success_buffer_key": Case("topic", "prompts", {**BUFFER, "data": tiny.prompts(topic=["t"] * 4)}),
+    "reward_timeout": Case(600.0, "first prompts", {"reward": in_the_main_thread}),
+    "max_nonfinite_steps": Case(0, "loss", {"trainer_callbacks": [BrokenGradient()]}),
     "evaluate_teacher": Case(False, "evaluation", {"trainer_rollout_func": None, "evaluates": True}),
 }
 
@@ -274,6 +295,9 @@ UNTOLD = {"include_environment_feedback": False}
         ({"distillation_is_clip": 0.0}, "must be positive, got 0.0. `None` does not cut"),
         ({"diagnostics_warning_interval": -1}, "must not be negative"),
         ({"diagnostics_flat_tolerance": -1.0}, "must not be negative"),
+        ({"reward_timeout": 0}, "`reward_timeout` must be positive seconds, got 0. `None` waits"),
+        ({"reward_timeout": float("inf")}, "`reward_timeout` must be positive seconds"),
+        ({"max_nonfinite_steps": -1}, "`max_nonfinite_steps` must be whole and not negative, got -1"),
         ({"distillation_mode": "topk"}, "must be one of full_logits, topk_logits, sampled_token, got 'topk'"),
         ({"distillation_impl": "fast"}, "must be one of"),
         ({"teacher_model_kind": "moving"}, "must be one of live, base, ema, snapshot, trust_region, got 'moving'"),
@@ -479,7 +503,8 @@ def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            assert f"        {field.name} (`" in SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__
+            documented = SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__ + FaultOptions.__doc__
+            assert f"        {field.name} (`" in documented
 
 
 # Public names

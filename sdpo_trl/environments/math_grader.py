@@ -27,6 +27,7 @@ class MathReward(Grader):
     """
 
     name = "math"
+    limits_itself = True  # `reward_timeout` would call it in a thread
 
     def __init__(self, show_answer: bool = False, timeout_seconds: int = 5) -> None:
         super().__init__(show_answer)
