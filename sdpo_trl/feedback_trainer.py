@@ -16,6 +16,7 @@ from trl.trainer.utils import shutdown_event_loop_in_daemon, start_event_loop_in
 
 from . import rollouts as rollout_rules
 from .batches import same_random_numbers, vision_inputs
+from .callbacks import RolloutWatcher
 from .files import FilesTrainer, attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
@@ -137,8 +138,15 @@ class FeedbackTrainer(FilesTrainer):
         output.update(self._teacher_rows(output, inputs))
         if self._anchors:
             output["ref_per_token_logps"] = self._initial_log_probs(output)
+        for watcher in self._watchers:
+            watcher.batch_made(self, self._rollouts, output)
         self._rollouts = None
         return output
+
+    @property
+    def _watchers(self) -> list[RolloutWatcher]:
+        """Who looks on: in training alone."""
+        return [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
 
     def _local_rows(self, count: int) -> slice:
         start = self.accelerator.process_index * count
