@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A saved heat map is shown without torch; the rest is imported when it is asked for."""
+    """A saved heat map is shown without TRL; what needs it is imported when it is asked for."""
     if name in _LATER:
         from importlib import import_module
 

@@ -132,8 +132,13 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"visible": visible, "number": number}
+    environment.filters |= {"visible": visible, "number": number, "signed": signed}
     return environment
+
+
+def signed(value: float) -> str:
+    """Two places behind the point, always with a sign."""
+    return f"{value:+.2f}".replace("-", "\N{MINUS SIGN}")
 
 
 def number(value: float | None) -> str:

@@ -16,7 +16,8 @@
     return text.replace(/-/g, "−");
   };
   const percent = (p) => typeof p === "string" ? p : p >= 0.0995 ? `${(100 * p).toFixed(1)} %`
-    : p >= 0.001 ? `${(100 * p).toFixed(2)} %` : p > 0 ? `${(100 * p).toExponential(1).replace("-", "−")} %` : "0 %";
+    : p >= 0.00995 ? `${(100 * p).toFixed(2)} %` : p >= 1e-6 ? `${(100 * p).toPrecision(2)} %`
+    : p > 0 ? `${(100 * p).toExponential(1).replace("-", "−")} %` : "0 %";
 
   const fill = (table, name, logProb, entropy, top, sampled) => {
     const caption = table.caption;
@@ -43,7 +44,7 @@
     const change = `from ${percent(Math.exp(logS))} to ${percent(Math.exp(logT))}`;
     if (Math.abs(ratio) < 5e-4) return `The teacher agrees: ${percent(Math.exp(logS))}.`;
     const factor = Math.exp(Math.min(Math.abs(ratio), 30));
-    const times = factor < 1.1 ? "" : `, × ${ratio > 0 ? "" : "1/"}${factor < 1000 ? factor.toPrecision(3) : factor.toExponential(1)}`;
+    const times = factor < 1.1 ? "" : `, ×\u00a0${ratio > 0 ? "" : "1/"}${factor < 1000 ? factor.toPrecision(3) : factor.toExponential(1)}`;
     return `The teacher ${ratio > 0 ? "raises" : "lowers"} it ${change}${times}.`;
   };
 
