@@ -217,7 +217,9 @@ def test_first_step_equals_plain_forwards(tmp_path):
     assert set(texts) == {"right<eos>", "wrong", "badly<eos>", "odd"}
     assert [t.role for t in texts["wrong"].tokens] == ["scored", "scored", "context", "context", "scored"]
     for rollout in heatmap.rollouts:
-        assert_truth(rollout, heatmap.prompt, truth, truth, DivergenceSpec(), tol=2e-7)  # padded, and Llama's softmax is float32
+        assert_truth(
+            rollout, heatmap.prompt, truth, truth, DivergenceSpec(), tol=2e-7
+        )  # padded, and Llama's softmax is float32
         assert rollout.reward == 0.0 and rollout.feedback.startswith("no <i> ")
         assert rollout.feedback in rollout.teacher_prompt
     # Later steps show what the weights were then.
