@@ -1,6 +1,5 @@
 """The heat map in a real browser: what it shows under pointer, keyboard and touch, and that nothing injected runs."""
 
-import math
 import shutil
 import time
 
@@ -233,11 +232,11 @@ def test_nothing_injected_runs(driver, tmp_path):
     assert panel(driver)["token"] == "<script>window.hacked·=·1</script>"
     assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
     # The policy holds also if escaping did not.
-    page = (
-        nasty_heatmap()
-        .html()
-        .replace("<body>", "<body><script>window.hacked = 2</script><img src=x onerror='window.hacked=3'>")
-    )
+    opening = '<body data-by="ratio">'
+    injected = f"{opening}<script>window.hacked = 2</script><img src=x onerror='window.hacked = 3'>"
+    page = nasty_heatmap().html()
+    assert opening in page
+    page = page.replace(opening, injected)
     broken = tmp_path / "broken.html"
     broken.write_text(page, encoding="utf-8")
     driver.get(broken.as_uri())
@@ -287,4 +286,4 @@ def test_2000_tokens_do_not_lag(driver, tmp_path):
     )
     print(f"loaded in {loading:.2f} s; a step takes {sorted(took)[20]:.1f} ms (median), {max(took):.1f} ms (most)")
     assert len(spans(driver)) == 2000 and loading < 10
-    assert sorted(took)[len(took) // 2] < 100 and not math.isnan(took[0])
+    assert sorted(took)[len(took) // 2] < 60  # about one frame, where nothing else runs

@@ -122,7 +122,10 @@
       list[Number(button.dataset.token)].focus();
     }));
   });
+  const colour = () => { document.body.dataset.by = el("by-divergence").checked ? "divergence" : "ratio"; };
   el("controls").addEventListener("submit", (e) => e.preventDefault());
+  el("controls").addEventListener("change", colour);
+  colour(); // a reloaded page keeps the choice
 
   let opened = [];
   addEventListener("beforeprint", () => {
