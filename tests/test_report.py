@@ -17,6 +17,7 @@ import pytest
 import tiny
 import torch
 from transformers import AutoModelForCausalLM
+from trl import GRPOConfig, GRPOTrainer
 
 from sdpo_trl.divergence import DivergenceSpec, entropy, token_divergence
 from sdpo_trl.report import (
@@ -329,6 +330,22 @@ def test_a_full_disk_ends_no_run(tmp_path, caplog):
 def test_callback_refuses_numbers_below_one(name):
     with pytest.raises(ValueError, match=f"`{name}` must be at least 1, got 0"):
         TokenHeatmapCallback(**{name: 0})
+
+
+def test_callback_refuses_a_trainer_without_a_teacher(tmp_path):
+    trainer = tiny.trainer(tmp_path, trainer_callbacks=[TokenHeatmapCallback()], distillation_weight=0.0)
+    with pytest.raises(ValueError, match="no teacher to look at"):
+        trainer.train()
+    grpo = GRPOTrainer(
+        tiny.build_model(),
+        tiny.never,
+        GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none"),
+        tiny.prompts(),
+        processing_class=tiny.build_tokenizer(),
+        callbacks=[TokenHeatmapCallback()],
+    )
+    with pytest.raises(TypeError, match="got GRPOConfig"):
+        grpo.train()
 
 
 # Completions tables

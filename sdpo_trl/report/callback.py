@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..callbacks import RolloutWatcher
+from ..config import SDPOConfig
 from ..divergence import DivergenceSpec
 from ..heads import MixedHead, TokenHead, predicting
 from ..rollouts import Rollouts, weighted_rewards
@@ -65,7 +66,8 @@ class TokenHeatmapCallback(RolloutWatcher):
         folder (`str` or `Path`, *optional*): Where pages go; `heatmaps` in the output folder by default.
 
     Raises:
-        `ValueError`: a number is below 1.
+        `ValueError`: a number is below 1, or, when training begins, nothing is distilled.
+        `TypeError`: when training begins, the trainer is no [`SDPOTrainer`].
     """
 
     def __init__(self, every: int = 10, rollouts: int = 1, topk: int = 10, folder: "str | Path | None" = None) -> None:
@@ -80,6 +82,18 @@ class TokenHeatmapCallback(RolloutWatcher):
         self._group: int | None = None
         self._scored: dict[int, dict[int, TokenValues]] = {}  # by row, by position
         self._texts: TokenTexts | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not isinstance(args, SDPOConfig):
+            raise TypeError(
+                f"`TokenHeatmapCallback` needs an `SDPOTrainer`, whose `args` are an `SDPOConfig`, got "
+                f"{type(args).__name__}: no other trainer compares a student with a teacher."
+            )
+        if args.distillation_weight == 0.0:
+            raise ValueError(
+                "`distillation_weight=0` is GRPO, which has no teacher to look at. Raise the weight, or drop the "
+                "`TokenHeatmapCallback`."
+            )
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._due |= state.is_world_process_zero and state.global_step % self._every == 0

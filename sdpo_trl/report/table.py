@@ -130,7 +130,6 @@ def table_heatmap(
 
 
 def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutView:
-    known = row.rewards.values()
     return scorer.rollout(
         row.prompt,
         None if asked or row.feedback is None else Hint(feedback=row.feedback),
@@ -138,7 +137,7 @@ def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutVie
         teacher_prompt=row.teacher_prompt,
         name=name,
         feedback=row.feedback,
-        reward=sum(known) if known else None,
+        reward=next(iter(row.rewards.values())) if len(row.rewards) == 1 else None,  # how to weigh them is not known
         rewards=row.rewards,
         advantage=row.advantage,
     )

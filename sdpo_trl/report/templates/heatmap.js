@@ -44,7 +44,7 @@
     const change = `from ${percent(Math.exp(logS))} to ${percent(Math.exp(logT))}`;
     if (Math.abs(ratio) < 5e-4) return `The teacher agrees: ${percent(Math.exp(logS))}.`;
     const factor = Math.exp(Math.min(Math.abs(ratio), 30));
-    const times = factor < 1.1 ? "" : `, ×\u00a0${ratio > 0 ? "" : "1/"}${factor < 1000 ? factor.toPrecision(3) : factor.toExponential(1)}`;
+    const times = factor < 1.1 ? "" : `, ${ratio > 0 ? "×" : "÷"}\u00a0${factor < 1000 ? factor.toPrecision(3) : factor.toExponential(1)}`;
     return `The teacher ${ratio > 0 ? "raises" : "lowers"} it ${change}${times}.`;
   };
 
