@@ -39,6 +39,7 @@ CELLS = [f"{backend}-{student}-{kind}" for backend in BACKENDS for student in ST
 VARIED = [
     "full-ema-silent", "full-ema-sampled", "full-base-path", "full-external-path", "full-ema-blend",
     "full-trust_region-reference", "full-ema-evaluates", "full-ema-checkpointing", "full-ema-offload",
+    "full-ema-heatmap", "lora-trust_region-heatmap",
     "full-ema-bf16", "full-base-tied",
     "lora-ema-sampled", "lora-ema-blend", "lora-ema-checkpointing", "lora-ema-dora", "lora-ema-rslora",
     "lora-ema-bias", "lora-ema-head", "lora-ema-norm", "lora-ema-embeddings", "lora-ema-tokens", "lora-ema-dropout",
@@ -169,7 +170,7 @@ def _stores(checkpoint: Path, start: torch.nn.Module, stores: dict[str, dict[str
         store = WeightStore(start)
         store.load(checkpoint / f"sdpo_{key}.safetensors")
         tiny.assert_equal(dict(store.whole()), tensors)
-    return len(list(checkpoint.glob("sdpo_*"))) == len(stores)
+    return len(list(checkpoint.glob("sdpo_*.safetensors"))) == len(stores)
 
 
 def _exports(folder: Path, student: str, variant: list[str], trained: dict[str, torch.Tensor]) -> bool:
