@@ -563,6 +563,15 @@ def test_token_texts_keep_the_space_before_a_word():
     assert texts == {0: "a", 2: " cat", 3: "<0xC3>", 4: "<0xA9>", 5: "[id 5]"}
 
 
+def test_the_tokens_of_an_image_are_counted():
+    tokenizer = tiny.build_tokenizer()
+    ids = tokenizer("look<|tool|><|tool|>")["input_ids"]
+    texts, tool = TokenTexts(tokenizer), ids[-1]
+    assert texts.text(ids) == "look<|tool|><|tool|>"
+    assert texts.text([*ids[:4], *[tool] * 300, *ids[:2]]) == "look<|tool|>(\N{MULTIPLICATION SIGN} 300)lo"
+    assert texts.text(tokenizer("a" + "b" * 50)["input_ids"]) == "a" + "b" * 50
+
+
 def test_a_page_of_2000_tokens_is_small(tmp_path):
     tokens = rescorer().heatmap("a", feedback="b", answer="word " * 40).rollouts[0].tokens * 10
     path = Heatmap("long", "p", (RolloutView("one", tokens),)).save(tmp_path / "sub" / "long.html")

@@ -5,6 +5,7 @@ Knows: heads, formulas, tokenizers. Deliberately does not know: trainers, prompt
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .record import Candidate, TokenValues, TokenView
 
 # Entries of one `(chunk, V)` tensor; about ten of them live at a time.
 _CHUNK_ENTRIES = 1 << 22
+_LONG_RUN = 8
 
 
 class TokenTexts:
@@ -44,8 +46,19 @@ class TokenTexts:
         return self._known
 
     def text(self, ids: Sequence[int]) -> str:
-        """Several tokens as one text, special tokens included."""
-        return self._decode([list(ids)])[0]
+        """Several tokens as one text, special tokens included; an image's long run of one token is counted instead."""
+        special = set(self._tokenizer.all_special_ids)
+        parts: list[list[int]] = [[]]
+        counts: list[str] = []
+        for index, run in groupby(ids):
+            length = len(list(run))
+            if length <= _LONG_RUN or index not in special:
+                parts[-1] += [index] * length
+                continue
+            parts[-1].append(index)
+            parts.append([])
+            counts.append(f"(\N{MULTIPLICATION SIGN} {length})")
+        return "".join(text + count for text, count in zip_longest(self._decode(parts), counts, fillvalue=""))
 
     def _decode(self, rows: list[list[int]]) -> list[str]:
         return self._tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
