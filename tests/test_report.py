@@ -435,6 +435,35 @@ def test_command_line(tmp_path, capsys):
     assert "give either --prompt or --table" in capsys.readouterr().err
 
 
+def test_the_folder_of_an_adapter(tmp_path):
+    tiny.build_model().save_pretrained(tmp_path / "base")
+    tiny.build_tokenizer().save_pretrained(tmp_path / "base")
+    trainer = tiny.trainer(
+        tmp_path / "run",
+        model=str(tmp_path / "base"),
+        reward=tiny.telling(),
+        trainer_peft_config=tiny.lora(),
+        learning_rate=0.1,
+        save_strategy="steps",
+        save_steps=2,
+    )
+    trainer.train()
+    folder = str(tmp_path / "run" / "checkpoint-2")
+    options = ["--prompt", "hello", "--feedback", "no", "--answer", "xyz", "--out", str(tmp_path / "map.html")]
+    thinking = ["--chat_template_kwargs", '{"think": true}']
+    heatmap = main(["--model", folder, *options, *thinking])
+    assert heatmap.prompt == "<|user|>hello<|end|><|assistant|><think>"
+    tokenizer = tiny.build_tokenizer()
+    ids, answer = (tokenizer(text)["input_ids"] for text in (heatmap.prompt, "xyz"))
+    trained, plain = (
+        plain_logits(model.eval(), ids, answer).log_softmax(-1).gather(-1, torch.tensor(answer)[:, None]).squeeze(-1)
+        for model in (trainer.model, AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    )
+    shown = [token.values.student_log_prob for token in heatmap.rollouts[0].tokens]
+    assert shown == pytest.approx(trained.tolist(), abs=1e-4)
+    assert (trained - plain).abs().max() > 0.01
+
+
 # The page
 
 

@@ -7,6 +7,7 @@ Without `--answer`, one is sampled. The path of the page is printed.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from transformers import set_seed
@@ -35,6 +36,12 @@ def parser() -> argparse.ArgumentParser:
     add("--alpha", type=float, default=0.5, help="0: KL(teacher || student), 1: KL(student || teacher), between: JSD.")
     add("--temperature", type=float, default=1.0, help="Sampling temperature of both models.")
     add("--max_completion_length", type=int, default=512, help="Of a sampled answer, in tokens.")
+    add(
+        "--chat_template_kwargs",
+        type=json.loads,
+        default={},
+        help="As in training, say '{\"enable_thinking\": false}'.",
+    )
     add("--seed", type=int, default=42)
     add("--out", type=Path, default=Path("heatmap.html"), help="The page.")
     return options
@@ -56,6 +63,7 @@ def main(argv: list[str] | None = None) -> Heatmap:
         distillation_alpha=args.alpha,
         temperature=args.temperature,
         max_completion_length=args.max_completion_length,
+        chat_template_kwargs=args.chat_template_kwargs,
         **kind,
     )
     scorer = Rescorer(args.model, teacher_model=args.teacher_model, args=config, topk=args.topk)

@@ -5,10 +5,14 @@ Knows: `SDPOTrainer`, whose own path it runs once without training. Deliberately
 
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import PeftConfig, PeftModel
+from transformers import AutoTokenizer
+from trl.trainer.utils import create_model_from_path
 
 from ..config import SDPOConfig
 from ..heads import predicting
@@ -49,13 +53,20 @@ def _no_reward(completions: list[Any], **columns: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
+def _with_adapter(folder: str, args: SDPOConfig) -> PeftModel:
+    """The base model that an adapter's folder names, with the adapter as it would train on."""
+    name = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    base = create_model_from_path(name, trust_remote_code=args.trust_remote_code)
+    return PeftModel.from_pretrained(base, folder, is_trainable=True)
+
+
 class Rescorer:
     """
     Scores answers as a step of a fresh [`SDPOTrainer`] would: teacher's prompt, heads, divergence.
 
     Args:
-        model (`str`, `PreTrainedModel` or `PeftModel`): The student. A model object's forward is prepared as for
-            training; its weights stay as they are.
+        model (`str`, `PreTrainedModel` or `PeftModel`): The student; a folder may hold an adapter alone. A model
+            object's forward is prepared as for training; its weights stay as they are.
         teacher_model (`str` or `PreTrainedModel`, *optional*): Another teacher than the student itself.
         processing_class (`PreTrainedTokenizerBase`, *optional*): By default what comes with the model.
         args ([`SDPOConfig`], *optional*): See [`scoring_config`].
@@ -74,6 +85,10 @@ class Rescorer:
         if args is None:  # an external teacher never moves, so its kind stays at the default
             kind = {} if teacher_model is None else {"teacher_model_kind": SDPOConfig.teacher_model_kind}
             args = scoring_config(**kind)
+        if isinstance(model, str) and (Path(model) / "adapter_config.json").is_file():
+            if processing_class is None and (Path(model) / "tokenizer_config.json").is_file():
+                processing_class = AutoTokenizer.from_pretrained(model, padding_side="left")
+            model = _with_adapter(model, args)
         self.trainer = SDPOTrainer(
             model,
             _no_reward,
