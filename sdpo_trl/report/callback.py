@@ -94,6 +94,8 @@ class TokenHeatmapCallback(RolloutWatcher):
                 "`distillation_weight=0` is GRPO, which has no teacher to look at. Raise the weight, or drop the "
                 "`TokenHeatmapCallback`."
             )
+        self._due, self._group, self._batch = False, None, None  # an earlier run may have ended within a step
+        self._scored.clear()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._due |= state.is_world_process_zero and state.global_step % self._every == 0
@@ -172,13 +174,15 @@ class TokenHeatmapCallback(RolloutWatcher):
         settings = {"Step": str(step), **describe(self._spec, trainer.temperature)}
         itself = trainer._teacher_pass.reads_student
         settings["Teacher"] = trainer.args.teacher_model_kind if itself else "an external model"
-        prompt = self._texts.text(self._ids("prompt_ids", "prompt_mask", rows[0]))
+        prompts = [self._texts.text(self._ids("prompt_ids", "prompt_mask", row)) for row in rows]
         views = tuple(self._view(row) for row in rows)
         notes = [] if all(row in self._scored for row in rows) else [
             "An answer without colours was not scored in this step: its teacher had nothing to read, or another "
             "optimizer step trains on it."
         ]  # fmt: skip
-        return Heatmap(f"Step {step}", prompt, views, settings, tuple(notes))
+        if len(set(prompts)) > 1:
+            notes.append("The environment gave these rollouts different prompts; shown is that of the first one.")
+        return Heatmap(f"Step {step}", prompts[0], views, settings, tuple(notes))
 
     def _ids(self, ids: str, mask: str, row: int) -> list[int]:
         tensors = self._batch.tensors

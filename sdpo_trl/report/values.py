@@ -116,9 +116,9 @@ def token_values(
             shown, teacher_log_prob - student_log_prob, student_log_prob, teacher_log_prob, entropy(own),
             entropy(others),
         ]  # fmt: skip
-        numbers += torch.stack([column.double() for column in columns], dim=1).tolist()
+        numbers += torch.stack(columns, dim=1).tolist()
         both = [log_probs.topk(min(topk, log_probs.size(-1)), dim=-1) for log_probs in (own, others)]
-        pairs = [zip(top.indices.tolist(), top.values.double().exp().tolist(), strict=True) for top in both]
+        pairs = [zip(top.indices.tolist(), top.values.exp().tolist(), strict=True) for top in both]
         tops += [list(row) for row in zip(*pairs, strict=True)]
     names = texts.of(i for row in tops for ids, _ in row for i in ids)
 
