@@ -18,6 +18,7 @@ from . import feedback_sources
 from . import rollouts as rollout_rules
 from .agent_trainer import AgentTrainer
 from .batches import same_random_numbers, vision_inputs
+from .callbacks import RolloutWatcher
 from .files import attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
@@ -147,11 +148,18 @@ class FeedbackTrainer(AgentTrainer):
         output.update(self._teacher_rows(output, inputs))
         if self._anchors:
             output["ref_per_token_logps"] = self._initial_log_probs(output)
+        for watcher in self._watchers:
+            watcher.batch_made(self, self._rollouts, output)
         self._rollouts = None
         if not self.reward_funcs:
             for name in REWARD_METRICS:
                 del self._metrics[self._mode][name]
         return output
+
+    @property
+    def _watchers(self) -> list[RolloutWatcher]:
+        """Who looks on: in training alone."""
+        return [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
 
     def _local_rows(self, count: int) -> slice:
         start = self.accelerator.process_index * count

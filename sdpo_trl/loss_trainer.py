@@ -145,6 +145,8 @@ class LossTrainer(FeedbackTrainer):
         policy = replace(request, token_ids=inputs["completion_ids"][others], coefficients=None, old_log_probs=None)
         rest = score_tokens(predicting(head, others), None, policy, self.args.distillation_impl)
         padding = head.hidden.size(1) - 1 - active.size(1)
+        for watcher in self._watchers if self.model.training else []:
+            watcher.tokens_scored(inputs, active, head.detach(), teacher, spec)
 
         def place(name: str) -> torch.Tensor:  # (B, L - 1)
             values = rest.log_prob.new_zeros(active.shape)

@@ -130,6 +130,11 @@ class TeacherPass:
         accepted = inspect.signature(type(tap.model.base_model).forward).parameters
         self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
+    @property
+    def reads_student(self) -> bool:
+        """Whether the teacher's forwards run through the student's modules."""
+        return self._tap is self._trainer._tap
+
     def cached(self, output: dict[str, Any], active: torch.Tensor) -> dict[str, torch.Tensor]:
         """
         The hidden states that predict the answers' tokens, `teacher_hidden` of shape `(B, T, H)`, if they can be made

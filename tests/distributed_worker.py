@@ -264,6 +264,22 @@ def continued(folder):
     return runs
 
 
+def watched(folder):
+    """Two steps with and without heat maps: the weights, and the pages that this process wrote."""
+    from sdpo_trl.report import TokenHeatmapCallback
+
+    pages = folder / f"pages-{RANK}"
+    result = {}
+    for name, callbacks in (("with", [TokenHeatmapCallback(every=1, rollouts=2, folder=pages)]), ("without", [])):
+        trainer = tiny.trainer(
+            folder, told_by_text, per_device_train_batch_size=4, max_steps=2, trainer_callbacks=callbacks
+        )
+        trainer.train()
+        result[name] = tiny.trained(trainer.model)
+    result["pages"] = {path.name: path.read_text(encoding="utf-8") for path in pages.glob("*")}
+    return result
+
+
 def main(folder):
     scenarios = (
         agents,
@@ -273,6 +289,7 @@ def main(folder):
         pairs,
         demonstration,
         controls,
+        watched,
         images_on_one_process,
         all_fail,
     )  # the last one may hang, and ends the group

@@ -39,6 +39,7 @@ CELLS = [f"{backend}-{student}-{kind}" for backend in BACKENDS for student in ST
 VARIED = [
     "full-ema-silent", "full-ema-sampled", "full-base-path", "full-external-path", "full-ema-blend",
     "full-trust_region-reference", "full-ema-evaluates", "full-ema-checkpointing", "full-ema-offload",
+    "full-ema-heatmap", "lora-trust_region-heatmap",
     "full-ema-bf16", "full-base-tied", "full-ema-asks", "lora-base-asks",
     "lora-ema-sampled", "lora-ema-blend", "lora-ema-checkpointing", "lora-ema-dora", "lora-ema-rslora",
     "lora-ema-bias", "lora-ema-head", "lora-ema-norm", "lora-ema-embeddings", "lora-ema-tokens", "lora-ema-dropout",

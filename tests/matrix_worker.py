@@ -5,7 +5,9 @@ What each process does for matrix.py: train a cell, resume it, gather and export
 `fsdp2-lora-ema-dora` with a variant; each process writes what it saw to `FOLDER/CELL/result-RANK.pt`.
 """
 
+import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
+from sdpo_trl.report import TokenHeatmapCallback  # noqa: E402
 from sdpo_trl.store import WeightStore  # noqa: E402
 
 BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
@@ -39,6 +42,7 @@ KINDS = {
 # and `zero3_*` for one way of sharing.
 VARIANTS = {
     "silent": {"silent": True},
+    "heatmap": {"heatmap": True},
     "sampled": {"samples": True},
     "asks": {"samples": True, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "path": {"path": True},
@@ -168,6 +172,8 @@ def build(folder, backend, student, kind, variant=None):
         options["trainer_teacher_model"] = teacher
     if "eval_strategy" in options:
         options["trainer_eval_dataset"] = tiny.prompts(2)
+    if options.pop("heatmap", False):
+        options["trainer_callbacks"] = [TokenHeatmapCallback(every=1, rollouts=2, folder=folder / "pages")]
     if not options.pop("samples", False):
         options["trainer_rollout_func"] = tiny.scripted(ANSWERS[RANK * 4 :] + ANSWERS[: RANK * 4])
     shared = backend_options(backend, dict(zip(BACKENDS, extra, strict=True))[backend])
@@ -205,6 +211,14 @@ def gathered(trainer):
     return {"student": copies(WeightStore(trainer.model)), "stores": stores, "as_asked": as_asked}
 
 
+def page_sums(path):
+    """The sums of the numbers on a heat map, which must not depend on who holds the weights."""
+    data = re.search(r'id="data">(.*?)</script>', path.read_text(encoding="utf-8"))[1]
+    rows = [row for rollout in json.loads(data)["rollouts"] for row in rollout if row[1] == "scored"]
+    sums = {f"page_{i}": sum(row[i] for row in rows) for i in range(2, 8)}
+    return {"page_tokens": len(rows), **sums, "page_top": sum(row[8][0][1] + row[9][0][1] for row in rows)}
+
+
 def train(folder, cell, resume=None):
     trainer = build(folder, *cell)
     trainer.backend = cell[0]
@@ -214,6 +228,8 @@ def train(folder, cell, resume=None):
         asked = [row for row in trainer.state.log_history if "eval_sdpo/teacher_success_share" in row]
         assert len(asked) >= 3, "the teacher's own answers"
     result = {"logs": [{name: row[name] for name in WATCHED if name in row} for row in logs], **gathered(trainer)}
+    if cell[3:] == ["heatmap"] and RANK == 0:  # the main process alone looks
+        result["logs"][-1] |= page_sums(folder / "pages" / "step_000003.html")
     return trainer, result
 
 

@@ -83,6 +83,14 @@ def test_two_processes_with_four_equal_one_with_eight(run, tmp_path, case):
         assert log == pytest.approx(expected_log, rel=1e-4, abs=1e-6)
 
 
+def test_the_main_process_alone_makes_heat_maps_and_changes_nothing(run):
+    main, other = run("watched")
+    for result in (main, other):
+        tiny.assert_equal(result["with"], result["without"])
+    assert sorted(main["pages"]) == ["step_000001.html", "step_000002.html"] and other["pages"] == {}
+    assert all('class="t s ' in page for page in main["pages"].values())
+
+
 @pytest.mark.parametrize("student", ["full", "lora"])
 def test_replicas_stay_equal_on_different_data(run, student):
     first, second = (result[student] for result in run("replicas"))

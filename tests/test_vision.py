@@ -8,6 +8,8 @@ from PIL import Image
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from sdpo_trl.report import TokenHeatmapCallback
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for b in m['content'] %}{% if b['type'] == 'image' %}<image>{% else %}{{ b['text'] }}{% endif %}{% endfor %}"
@@ -92,3 +94,12 @@ def test_rows_without_feedback_change_nothing_with_images(tmp_path):
 
 def test_a_text_only_batch_of_a_vision_model(tmp_path):
     assert losses(vision_trainer(tmp_path, images=False))[0][0] > 0
+
+
+def test_a_heat_map_of_rollouts_with_images(tmp_path):
+    runs = []
+    for folder, callbacks in (("with", [TokenHeatmapCallback(every=1, rollouts=2)]), ("without", [])):
+        runs.append(losses(vision_trainer(tmp_path / folder, trainer_callbacks=callbacks)))
+    assert runs[0] == runs[1]
+    page = (tmp_path / "with" / "heatmaps" / "step_000001.html").read_text(encoding="utf-8")
+    assert page.count('class="answer"') == 2 and "&lt;image&gt;" in page and 'class="t s ' in page
