@@ -23,8 +23,10 @@ from sdpo_trl.loss import (
     policy_factor,
     position_weights,
 )
+from sdpo_trl.metrics import TOKEN_METRICS, token_sums
 from sdpo_trl.rollouts import _select_in_order, demonstration_order, differing_groups
 from sdpo_trl.run_state import RunningMean, SnapshotGate, SuccessBuffer, question_key
+from sdpo_trl.scores import TokenScores
 
 STUDENT = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
 TEACHER = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
@@ -126,6 +128,21 @@ def test_the_ratio_is_kept_between_two_bounds():
     ratio, cut = importance_ratio(now, torch.zeros(4, dtype=torch.float64), 2.0, 0.2)
     assert ratio.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.2])
     assert cut.tolist() == [False, True, False, True]
+
+
+def test_the_clipped_share_counts_what_the_bound_cuts_on_both_sides():
+    gaps = torch.tensor([0.5, 1.5, -1.5, -9.9], dtype=torch.float64)
+    own = torch.full((4,), -12.0, dtype=torch.float64)
+    nothing = torch.zeros(4, dtype=torch.float64)
+    scores = TokenScores(nothing.sum(), own, nothing, nothing, own + gaps, nothing, nothing.bool(), nothing + 1)
+
+    def share(**options):
+        sums = token_sums(scores, DivergenceSpec("sampled_token", 1.0, **options)).tolist()
+        return dict(zip(TOKEN_METRICS, sums, strict=False))["log_ratio_clipped_share"] / 4
+
+    assert share() == 0.0 and share(log_ratio_clip=1.0) == 0.75 and share(log_ratio_clip=20.0) == 0.0
+    # Half a proximal teacher is never more than log 2 below the student, so only what lies above is cut.
+    assert share(log_ratio_clip=0.7, teacher_share=0.5) == 0.25
 
 
 # Weights
