@@ -24,7 +24,8 @@ class ControlOptions:
 
         distillation_routing (`str`, *optional*, defaults to `"all"`):
             `"failed"`: failed rollouts that have feedback are distilled and all others go to the policy term, each
-            normalised over its own tokens (SRPO, arXiv 2604.02288). `"positive_advantage"`: only rollouts with a
+            normalised over its own tokens (SRPO, arXiv 2604.02288; with `distillation_weight=1.0` that term has no
+            weight, and they teach nothing). `"positive_advantage"`: only rollouts with a
             positive advantage are distilled; the policy term keeps all (SDPG, arXiv 2606.04036).
         distillation_weight_schedule (`str`, *optional*, defaults to `"constant"`):
             `"linear"` or `"cosine"`: `distillation_weight` goes to `distillation_weight_end` over

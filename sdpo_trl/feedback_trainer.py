@@ -23,7 +23,7 @@ from .files import attribute
 from .loss import difficulty_weights
 from .metrics import MetricSums
 from .no_reward import REWARD_METRICS
-from .reprompt import Prompt, strip_thinking
+from .reprompt import Hint, Prompt, strip_thinking
 from .rollouts import Rollouts, Routing
 from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
@@ -252,9 +252,12 @@ class FeedbackTrainer(AgentTrainer):
         routing = self._route(output, success)
         available, weights = self._gated(routing, output, success)
         hints = [hint if keep else None for hint, keep in zip(routing.hints, available.tolist(), strict=True)]
-        if self._teacher_answers and not self._trains:
-            self._evaluate_teacher(inputs, routing.hints, output)
         built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
+        if self._teacher_answers and not self._trains:
+            asked = built  # the teacher is asked about the rows that a gate leaves out, too
+            if hints != routing.hints:
+                asked = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
+            self._evaluate_teacher(inputs, routing.hints, asked.prompts)
         inserted, cut = self._turn_hints.build(hints, output, built.lengths)
         if self.args.distillation_span != "all":
             weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
@@ -285,7 +288,7 @@ class FeedbackTrainer(AgentTrainer):
         return {**rows, **self._teacher_pass.cached({**output, **rows}, active)}
 
     @torch.no_grad()
-    def _evaluate_teacher(self, inputs: list[dict[str, Any]], hints: list[Any], output: dict[str, Any]) -> None:
+    def _evaluate_teacher(self, inputs: list[dict[str, Any]], hints: list[Hint | None], prompts: list[Prompt]) -> None:
         """
         Sample one answer under each teacher's prompt, with the teacher's weights, and note how many of them pass.
 
@@ -294,7 +297,6 @@ class FeedbackTrainer(AgentTrainer):
         hinted = torch.tensor([hint is not None for hint in hints], device=self.accelerator.device)
         if not int(self.accelerator.reduce(hinted.sum(), reduction="sum")):
             return
-        prompts: list[Prompt] = self._prompt_builder.build(self._rollouts.prompts, hints, output).prompts
         unseen = {"train": defaultdict(list), "eval": defaultdict(list)}
         with ExitStack() as stack:
             stack.enter_context(same_random_numbers(self.accelerator.device))

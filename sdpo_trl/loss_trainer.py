@@ -64,7 +64,6 @@ class LossTrainer(FeedbackTrainer):
             self._agent_metrics.add_tokens(self._mode, turn_sums(scored[0].divergence, inputs["turn_index"][active]))
         if self.model.training:
             self._gap_size.add(sums["gap_size"], sums["count"])
-        if self.model.training:
             self._used_weight = self._weight()
         if self._scales_advantages:
             return policy_loss

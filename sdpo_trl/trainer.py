@@ -101,8 +101,8 @@ class SDPOTrainer(LossTrainer):
         self._feedback_calls = []
         self._rollouts = None
         self._distills = args.distillation_weight > 0.0
-        self._teacher_kind = args.teacher_model_kind if teacher_model is None else "external"
-        self._teacher_kind = self._teacher_kind if self._distills else "none"
+        own_kind = args.teacher_model_kind if teacher_model is None else "external"
+        self._teacher_kind = own_kind if self._distills else "none"
         # TRL takes its reference from the model's path, and for an adapter from the bare model under it. Here it is
         # the policy as it was handed over, so TRL is asked for none. `sync_ref_model` moves it, which is TRL's own
         # business.
@@ -130,7 +130,7 @@ class SDPOTrainer(LossTrainer):
                 f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
                 f"{', '.join(self.reward_func_names)}."
             )
-        columns = set(getattr(self.train_dataset, "column_names", None) or ())
+        columns = self._train_columns
         if not (args.use_successful_as_teacher or args.include_environment_feedback or "demonstration" in columns):
             raise ValueError(
                 "Nothing could teach: `use_successful_as_teacher` and `include_environment_feedback` are off, and the "
@@ -194,10 +194,15 @@ class SDPOTrainer(LossTrainer):
             )  # fmt: skip
             self._remembers["success_buffer"] = self._buffer
 
+    @property
+    def _train_columns(self) -> set[str]:
+        """The columns of the training set; a streamed one may not know them, a list has none."""
+        return set(getattr(self.train_dataset, "column_names", None) or ())
+
     def _check_buffer_key(self) -> None:
         """A question must have a name that tells it from the others."""
         key = self.args.success_buffer_key
-        columns = set(getattr(self.train_dataset, "column_names", None) or ())
+        columns = self._train_columns
         if key is not None and columns and key not in columns:
             raise ValueError(
                 f"`success_buffer_key={key!r}` is not a column of the training set. Its columns: {sorted(columns)}."
