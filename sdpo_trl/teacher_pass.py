@@ -157,8 +157,9 @@ class TeacherPass:
         weighs = trainer.args.token_weighting == "teacher_entropy"
 
         def run(model: torch.nn.Module) -> TokenHead:
-            hidden = self._hidden(model, output, filled)
-            return self._tap.resting_head(hidden, model) if weighs else self._tap.head(hidden)
+            with trainer.accelerator.autocast():  # as where the loss scores
+                hidden = self._hidden(model, output, filled)
+                return self._tap.resting_head(hidden, model) if weighs else self._tap.head(hidden)
 
         entropies: list[torch.Tensor] = []
         for index in range(chunks):
