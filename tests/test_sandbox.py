@@ -1,5 +1,6 @@
 """Programs that try to get out, to stay, to take everything, or to be judged right without being right."""
 
+import contextlib
 import json
 import os
 import platform
@@ -81,7 +82,11 @@ def run(sandbox, code, **fields):
 
 def children() -> set[str]:
     """Processes below this one, zombies included, whichever thread started them."""
-    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread may end meanwhile; its children are then another's
+            found.update((task / "children").read_text().split())
+    return found
 
 
 @needs_bwrap
