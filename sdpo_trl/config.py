@@ -47,7 +47,7 @@ class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
     long runs, of [`AgentOptions`] for agents and other teachers, and of [`FaultOptions`] for runs that break.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
-    follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
+    follows the paper (arXiv 2601.20802), see docs/options.md. Every option is either effective or refused with
     a `ValueError` that says what to do instead.
 
     Parameters:
