@@ -191,7 +191,7 @@ class FeedbackTrainer(AgentTrainer):
         everyones = gather_object(texts)
         seed = args.seed + self.state.global_step
         rich = torch.tensor(rollouts.rich, device=self.accelerator.device)
-        return rollout_rules.route(
+        routing = rollout_rules.route(
             rollouts,
             success,
             everyones,
@@ -202,6 +202,26 @@ class FeedbackTrainer(AgentTrainer):
             remembered=self._remember(everyones),
             order=rollout_rules.demonstration_order(args.demonstration_choice, everyones, seed),
         )
+        chosen = self.choose_hints(list(routing.hints), rollouts, success[local].tolist())
+        return rollout_rules.rerouted(routing, chosen, rollouts, success, local, self._group_size)
+
+    def choose_hints(self, hints: list[Hint | None], rollouts: Rollouts, success: list[bool]) -> list[Hint | None]:
+        """
+        What the teacher of each rollout is told: a method to override for a rule of your own.
+
+        Called once per rollout batch, in training and in evaluation, on every process with its own rows; not with
+        `teacher_context="none"`. The gates (`distillation_routing`, `prompt_weighting`) come after it.
+
+        Args:
+            hints (`list[Hint | None]`): By the options' rule ([`select_feedback`]), `B` of them; `None`: nothing to
+                tell.
+            rollouts ([`Rollouts`]): Prompts, completions, feedback texts and rewards.
+            success (`list[bool]`): Whether each of the `B` rollouts passed.
+
+        Returns:
+            `list[Hint | None]`: `B` of them. A rollout with `None` (or a hint without a text) is not distilled.
+        """
+        return hints
 
     def _remember(self, everyones: list[str | None]) -> list[str | None] | None:
         """Earlier successes at the local questions; this batch's are then kept for later ones."""

@@ -72,6 +72,12 @@ class Hint:
         """Whether the teacher's prompt says anything that the student's does not."""
         return self.solution is not None or self.feedback is not None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no text at all."""
+        texts = (self.solution, self.feedback, *(text for _, text in self.turns))
+        return not any(text and text.strip() for text in texts)
+
 
 def hint_of(solution: str | None, feedback: str | None, turns: Sequence[tuple[int, str]]) -> Hint:
     """A hint from a demonstration, a text about the answer, and texts per turn; the first turn's go to the prompt."""

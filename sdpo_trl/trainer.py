@@ -46,7 +46,8 @@ class SDPOTrainer(LossTrainer):
       gradient, and adds `w` times the divergence of the two next-token distributions; GRPO's advantages are scaled by
       `1 - w`. With `w = 0` it is GRPO bit for bit.
 
-    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited.
+    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited. For a rule
+    of your own about what the teacher is told, override [`SDPOTrainer.choose_hints`].
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
