@@ -47,7 +47,7 @@ class SDPOTrainer(LossTrainer):
       `1 - w`. With `w = 0` it is GRPO bit for bit.
 
     All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited. For a rule
-    of your own about what the teacher is told, override [`SDPOTrainer.choose_hints`].
+    of your own about what the teacher is told, override `choose_hints`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
