@@ -182,7 +182,12 @@ def strip_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = (
     opening, closing = tags
     if opened:
         text = opening + text
-    text = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}", "", text, flags=re.DOTALL)
+    kept, place = [], 0
+    # Piece by piece: a pattern would look for the end anew at each of many openings that never close.
+    while (start := text.find(opening, place)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        kept.append(text[place:start])
+        place = end + len(closing)
+    text = "".join([*kept, text[place:]])
     if closing in text:
         text = text.rpartition(closing)[2]
     if opening in text:

@@ -3,6 +3,7 @@
 import builtins
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -168,10 +169,24 @@ def test_tool_rows_without_actions_are_refused(answer):
         (r"\boxed{ }", None),
         ("2", None),
         (r"\boxed 2", None),
+        (r"\boxed{\boxed{1} + 1", "1"),
+        (r"\boxed{f(x) = \left\{1\right.}", r"f(x) = \left\{1\right."),
+        (r"a\\\boxed{\{1\}} and \boxed{", r"\{1\}"),
+        (r"} \\boxed{3}", "3"),
+        ("\\", None),
     ],
 )
 def test_boxes(text, content):
     assert boxed(text) == content
+
+
+def test_many_boxes_are_read_once():
+    """Read again for each of them, this takes hours."""
+    start = time.monotonic()
+    assert boxed("\\boxed{" * 140_000) is None
+    assert boxed("\\boxed{" * 140_000 + "}") is None
+    assert boxed("\\boxed{a" * 100_000 + "}" * 1000) == "a"
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -199,8 +214,6 @@ def test_mathematics(text, answer, said):
 
 
 def test_an_answer_that_cannot_be_computed_meets_the_time_limit():
-    import time
-
     pytest.importorskip("math_verify", reason="math-verify is missing: pip install 'sdpo-trl[math]'")
     reward, start = MathReward(timeout_seconds=1), time.monotonic()
     assert not reward.grade(r"\boxed{9^{9^{9^9}}}", "1").right

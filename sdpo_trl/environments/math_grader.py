@@ -3,12 +3,16 @@
 Knows: boxes, time limits, what to say about a failure. Deliberately does not know: how two expressions are compared.
 """
 
+import re
 import threading
 from functools import cached_property
 from typing import Any
 
 from .code_feedback import cut
 from .graders import QUOTED, Grade, Grader
+
+
+_BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
 
 
 class MathReward(Grader):
@@ -80,13 +84,15 @@ class MathReward(Grader):
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` holds, braces in it balanced; `None` if there is none or it is empty."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : index].strip() or None
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    r"""
+    What the last closed `\boxed{...}` holds, braces in it balanced (`\{` and `\}` are none); `None` if there is none or
+    it is empty.
+    """
+    opened: list[int] = []  # of braces, where what they hold begins; those of boxes as they are, the others negative
+    last = (-1, -1)
+    for found in _BRACES.finditer(text):
+        if found[0] in ("{", "\\boxed{"):
+            opened.append(found.end() if len(found[0]) > 1 else -1)
+        elif found[0] == "}" and opened:
+            last = max(last, (opened.pop(), found.start()))
+    return text[last[0] : last[1]].strip() or None if last[0] >= 0 else None
