@@ -113,6 +113,7 @@ IMAGE = ("getImage", {})
         ("Action: getFacts\nAction Input: {category: habitat}", "not valid JSON"),
         ("Action: getFacts\nAction Input: [1]", "must be a JSON object"),
         ("Action: getFacts\nAction Input: " + "[" * 100_000, "not valid JSON"),
+        ('Action: getFacts\nAction Input: {"x": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )  # fmt: skip
 def test_tool_use(text, said):
@@ -125,6 +126,14 @@ def test_tool_use(text, said):
     assert said in feedback and "3" not in feedback.replace("JSON", "")  # what is missing or right is not named
     (_,), (shown,), _ = grade(ToolUseReward(show_answer=True), [text], [answer])
     assert shown.endswith(f"The right answer is {answer}.")
+
+
+def test_inputs_of_any_depth_and_names_of_any_length_are_judged():
+    for depth in range(500, 1000):
+        text = 'Action: a\nAction Input: {"x": ' + "[" * depth + "]" * depth + "}"
+        assert not ToolUseReward().grade(text, expected(FACTS)).right
+    for text in (steps(("b" * 100_000, {})), steps(*[("b", {})] * 5000), steps(("b", {"k" * 100_000: 1}))):
+        assert len(ToolUseReward().grade(text, expected(FACTS)).feedback) < 600
 
 
 def test_repeated_parameters_all_count():
@@ -153,8 +162,12 @@ def test_real_tool_rows():
 
 
 @pytest.mark.parametrize(
-    "answer", ["no json", "{}", "[]", '[{"Action": "x"}]', '[{"Action": "x", "Action_Input": "{"}]', "[1]"]
-)
+    "answer",
+    [
+        "no json", "{}", "[]", '[{"Action": "x"}]', '[{"Action": "x", "Action_Input": "{"}]', "[1]",
+        '[{"Action": "x", "Action_Input": "[1]"}]', '[{"Action": "x", "Action_Input": null}]',
+    ],
+)  # fmt: skip
 def test_tool_rows_without_actions_are_refused(answer):
     with pytest.raises(ValueError, match="must be a JSON list"):
         ToolUseReward().grade(steps(FACTS), answer)

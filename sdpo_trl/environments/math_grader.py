@@ -11,7 +11,6 @@ from typing import Any
 from .code_feedback import cut
 from .graders import QUOTED, Grade, Grader
 
-
 _BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
 
 
@@ -85,8 +84,8 @@ class MathReward(Grader):
 
 def boxed(text: str) -> str | None:
     r"""
-    What the last closed `\boxed{...}` holds, braces in it balanced (`\{` and `\}` are none); `None` if there is none or
-    it is empty.
+    What the last closed `\boxed{...}` holds, braces in it balanced (`\{` and `\}` are none); `None` if there is none
+    or it is empty.
     """
     opened: list[int] = []  # of braces, where what they hold begins; those of boxes as they are, the others negative
     last = (-1, -1)
