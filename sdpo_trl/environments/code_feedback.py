@@ -49,7 +49,12 @@ def cut(text: str, characters: int, tail_share: float = 0.3) -> str:
 
 def shown(value: Any, is_call: bool) -> str:
     """A test's input or output as text: JSON for calls, the text itself for scripts."""
-    return printable(json.dumps(value, ensure_ascii=False) if is_call else str(value).rstrip("\n"))
+    if not is_call:
+        return printable(str(value).rstrip("\n"))
+    try:
+        return printable(json.dumps(value, ensure_ascii=False))
+    except RecursionError:  # it was read on a stack with more room
+        return "(a value nested too deeply to be shown)"
 
 
 def _sections(parts: list[tuple[str, str, float]], budget: int) -> str:
