@@ -306,6 +306,16 @@ def test_equal_programs_run_once(sandbox):
 
 
 @needs_bwrap
+def test_the_tests_of_a_group_are_read_once(sandbox, monkeypatch):
+    """A row's tests may have hundreds of megabytes."""
+    read = []
+    counted = "sdpo_trl.environments.code_reward.read_tests"
+    monkeypatch.setattr(counted, lambda text: (read.append(text), read_tests(text))[1])
+    assert grade(sandbox, ["x", "y", "z"], [CodeTest("", "1")], [CodeTest("", "2")])[0] == [0.0] * 3
+    assert len(read) == 2
+
+
+@needs_bwrap
 def test_rows_without_tests_and_odd_options_are_refused(sandbox):
     with pytest.raises(ValueError, match="Row 0 has no tests"):
         CodeReward(sandbox)(["p"], [fenced(RIGHT)], ["[]"])
