@@ -18,7 +18,15 @@ from .agent_metrics import AgentMetrics, is_truncated
 from .batches import position_limit
 from .files import attribute
 from .guarded_trainer import GuardedTrainer
-from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
+from .reprompt import well_formed
+from .tool_calls import (
+    INVALID_CALL,
+    ResponseReader,
+    ToolBox,
+    as_table_entry,
+    invalid_tool_call,
+    settle_observation,
+)
 from .turns import turn_starts
 
 logger = logging.getLogger(__name__)
@@ -157,6 +165,8 @@ class AgentTrainer(GuardedTrainer):
     # Turns
 
     def _generate(self, prompts):
+        if self._distills:
+            prompts[:] = [well_formed(prompt) for prompt in prompts]  # an environment may have added to them
         self._tool_calls, self._tool_successes = Counter(), Counter()
         self._call_count = self._failure_count = 0
         with self._reader.reading() if self._distills and self.tools else nullcontext():
@@ -243,3 +253,18 @@ class AgentTrainer(GuardedTrainer):
         )
         self._call_count, self._failure_count = result[4], result[5]
         return result
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.log_completions:
+            super().log(logs, start_time)
+            return
+        shown = {
+            **self._logs,
+            "prompt": [as_table_entry(entry) for entry in self._logs["prompt"]],
+            "completion": [as_table_entry(entry) for entry in self._logs["completion"]],
+            "extra": {name: well_formed(list(values)) for name, values in self._logs["extra"].items()},
+        }
+        with attribute(self, "_logs", shown):
+            super().log(logs, start_time)

@@ -102,6 +102,20 @@ def reprompt_text(question: str, hint: Hint, templates: Templates) -> str:
     return fill(templates.reprompt, prompt=question, solution=solution, feedback=feedback)
 
 
+def well_formed(value: Any) -> Any:
+    """
+    A text, or the texts in a structure, with halves of surrogate pairs written out (`\\ud800`).
+
+    Python's strings can hold them: a program's output read with `surrogateescape`, `"\\ud800"` in JSON that a model
+    wrote. No tokenizer and no file takes them.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, list) else value
+
+
 def _is_text(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "text"
 

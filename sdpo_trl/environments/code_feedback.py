@@ -7,6 +7,7 @@ nothing but the kind of the first failure, one of seven words.
 import json
 from typing import Any
 
+from ..reprompt import well_formed
 from .code_tests import Kind, Outcome, Verdict
 
 NO_CODE = (
@@ -29,7 +30,7 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if
 
 def printable(text: str) -> str:
     """`text` as any tokenizer and file takes it: control characters and lone surrogates become escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\r\n", "\n").translate(_ESCAPES)
+    return well_formed(text).replace("\r\n", "\n").translate(_ESCAPES)
 
 
 def cut(text: str, characters: int, tail_share: float = 0.3) -> str:

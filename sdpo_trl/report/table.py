@@ -3,6 +3,7 @@
 Knows: the columns. Deliberately does not know: HTML.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,18 @@ def _messages(value: Any) -> Prompt:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(_read(key, item)) for key, item in value.items() if item is not None}
     return value if isinstance(value, str) or not hasattr(value, "__iter__") else [_plain(item) for item in value]
+
+
+def _read(key: str, value: Any) -> Any:
+    """The arguments of a call, which a table holds as JSON text."""
+    if key != "arguments" or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def table_heatmap(
