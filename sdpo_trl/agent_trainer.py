@@ -86,10 +86,12 @@ class AgentTrainer(GuardedTrainer):
             self._batch_tools = declared
         return super()._generate_and_score_completions(inputs)
 
-    @staticmethod
-    def _read_row(row: dict[str, Any], number: int) -> dict[str, Any]:
+    def _read_row(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         try:
-            return row_rules.prompt_row(row)
+            read = row_rules.prompt_row(row)
+            if read.get("prompt") in (None, []) and self.environment_factories is None:
+                raise ValueError("Its prompt is missing or has no message. Drop the row.")
+            return read
         except ValueError as error:
             raise ValueError(f"Row {number} of the batch cannot be read. {error}") from error
 
@@ -210,6 +212,11 @@ class AgentTrainer(GuardedTrainer):
         """
         positions = position_limit(self.model.config)
         longest = max(map(len, prompt_ids))
+        if min(map(len, prompt_ids)) == 0:
+            row = next(i for i, ids in enumerate(prompt_ids) if not ids)
+            raise ValueError(
+                f"The prompt of row {row} of the batch is empty: there is no token to go on from. Drop the row."
+            )
         if positions is not None and longest >= positions:
             # TRL's tool loop has already ended the interactions that are this long, so this is a prompt of the batch.
             row = next(i for i, ids in enumerate(prompt_ids) if len(ids) >= positions)

@@ -212,6 +212,20 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
         tiny.micro_batches(make(tmp_path, data=data))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a", None], r"Row 4 of the batch cannot be read\. Its prompt is missing"),
+        (["a", ""], "The prompt of row 4 of the batch is empty"),
+        ([[USER], []], r"Row 4 of the batch cannot be read\. Its prompt is missing or has no message"),
+        ([[USER], None], r"Row 4 of the batch cannot be read\. Its prompt is missing"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.micro_batches(make(tmp_path, data=Dataset.from_dict({"prompt": prompts})))
+
+
 def test_tools_for_a_text_are_refused(tmp_path):
     data = tiny.prompts(2, tools=[json.dumps([ADD])] * 2)
     with pytest.raises(ValueError, match="declares tools, but its prompt is plain text"):
