@@ -66,11 +66,16 @@ def read_table(table: "str | Path | pd.DataFrame") -> list[TableRow]:
             _text(row.get("feedback")),
             _text(row.get("teacher_prompt")),
             {name: float(row[name]) for name in numeric},
-            float(row["advantage"]) if "advantage" in row else None,
-            int(row["step"]) if "step" in row else None,
+            float(row["advantage"]) if _is_there(row.get("advantage")) else None,
+            int(row["step"]) if _is_there(row.get("step")) else None,
         )
         for row in frame.to_dict("records")
     ]
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a cell holds something: pandas writes NaN where there is nothing."""
+    return value is not None and value == value
 
 
 def _text(value: Any) -> str | None:
@@ -81,6 +86,8 @@ def _messages(value: Any) -> Prompt:
     """Text as it is; messages as lists and dictionaries again, without the empty keys that a table fills in."""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) or value is None:
+        return ""  # an empty cell
     return [_plain(message) for message in value]
 
 
@@ -118,8 +125,10 @@ def table_heatmap(
 
     Raises:
         `IndexError`: the table has fewer prompts.
-        `ValueError`: the prompt's answers are all empty.
+        `ValueError`: the prompt's answers are all empty, or `rollouts` is below 1.
     """
+    if rollouts is not None and rollouts < 1:
+        raise ValueError(f"`rollouts` must be at least 1, got {rollouts}.")
     groups: dict[str, list[TableRow]] = {}
     everything = read_table(table)
     asked = any(row.teacher_prompt is not None for row in everything)
