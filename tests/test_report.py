@@ -306,6 +306,21 @@ def test_siblings_without_feedback_are_shown_without_values(tmp_path):
     assert "had nothing to read" in look.seen[0].notes[0]
 
 
+def test_feedback_on_single_turns_is_shown(tmp_path):
+    def feedback(prompts, completions, rewards, **columns):
+        return [[(0, "begin"), (1, "carry")]] * len(prompts)
+
+    look = Keeping(every=1)
+    tiny.trainer(
+        tmp_path, tiny.never, trainer_callbacks=[look], trainer_feedback_func=feedback, log_completions=True, max_steps=1,
+        trainer_rollout_func=tiny.scripted(["ab cd"], [[1, 1, 0, 1, 1]]),
+    ).train()  # fmt: skip
+    (rollout,) = look.seen[0].rollouts
+    assert rollout.feedback == "[turn 0] begin\n\n[turn 1] carry"
+    again = table_heatmap(tmp_path / "completions" / "completions_00001.parquet", rescorer(tiny.build_model()))
+    assert again.rollouts[0].feedback == rollout.feedback and "single turns" in again.notes[1]
+
+
 def test_nothing_to_show_waits_for_a_step_that_has_something(tmp_path):
     steps = []
 

@@ -4,6 +4,7 @@ Knows: the columns. Deliberately does not know: HTML.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,11 @@ def table_heatmap(
     if rows[0].step is not None:
         settings = {"Logged at step": str(rows[0].step), **settings}
     notes = ["Scored again from a table of texts: tokens may be cut differently than they were sampled."]
+    if any(re.search(r"^\[turn \d+\] ", row.feedback or "", re.MULTILINE) for row in rows):
+        notes.append(
+            "Some feedback is about single turns. In training, what was told where a later turn begins stood between "
+            "the turns; here, the teacher did not read it there."
+        )
     return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), tuple(views), settings, tuple(notes))
 
 
