@@ -93,7 +93,7 @@ def shown_prompts(prompts: list[Any]) -> str:
     """Each prompt once, one a line, cut to a readable length; of a conversation its last turn."""
     lines = {}
     for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
         lines[text if len(text) <= _LONGEST_PROMPT else f"{text[:_LONGEST_PROMPT]}..."] = None
     return "\n".join(f"- {line}" for line in lines)
 

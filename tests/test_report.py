@@ -312,8 +312,8 @@ def test_feedback_on_single_turns_is_shown(tmp_path):
 
     look = Keeping(every=1)
     tiny.trainer(
-        tmp_path, tiny.never, trainer_callbacks=[look], trainer_feedback_func=feedback, log_completions=True, max_steps=1,
-        trainer_rollout_func=tiny.scripted(["ab cd"], [[1, 1, 0, 1, 1]]),
+        tmp_path, tiny.never, trainer_callbacks=[look], trainer_feedback_func=feedback, log_completions=True,
+        max_steps=1, trainer_rollout_func=tiny.scripted(["ab cd"], [[1, 1, 0, 1, 1]]),
     ).train()  # fmt: skip
     (rollout,) = look.seen[0].rollouts
     assert rollout.feedback == "[turn 0] begin\n\n[turn 1] carry"

@@ -573,12 +573,13 @@ def test_demonstrations_come_without_their_thinking(tmp_path, opened, parsed):
         assert "secret" not in hint and "never" not in hint
 
 
-def test_a_text_is_not_taken_for_thinking(tmp_path):
-    """Answers of a model that does not think, under a header that opened nothing."""
+@pytest.mark.parametrize("question", ["task", "first <think> so"])
+def test_a_text_is_not_taken_for_thinking(tmp_path, question):
+    """Answers of a model that does not think, under a header that opened nothing; also if the question is about it."""
     trainer = tiny.trainer(
         tmp_path,
         tiny.always,
-        data=tiny.prompts(2, chat=True),
+        data=Dataset.from_dict({"prompt": [[{"role": "user", "content": question}]] * 2}),
         trainer_rollout_func=tiny.scripted(["plain$", "other$"]),
     )
     for _, answer, hint in told_rows(trainer):
