@@ -289,6 +289,10 @@ class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
                 raise ValueError(f"`{name}` must be a number and must not be negative, got {value!r}.")
         if self.diagnostics_warning_interval % 1 != 0:
             raise ValueError(f"`diagnostics_warning_interval` must be whole, got {self.diagnostics_warning_interval}.")
+        if self.max_completion_length is None and (self.distillation_weight > 0 or self.max_turn_length is not None):
+            raise ValueError(
+                "`max_completion_length` must be a number: the teacher's prompt has to leave room for the answer."
+            )
         threshold = self.success_reward_threshold
         if not _is_number(threshold) or threshold != threshold:
             raise ValueError(f"`success_reward_threshold` must be a number, got {threshold!r}.")

@@ -339,6 +339,8 @@ UNTOLD = {"include_environment_feedback": False}
         ({"max_observation_length": 9, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"distillation_temperature": 2.0, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
+        ({"max_completion_length": None}, "`max_completion_length` must be a number"),
+        ({"max_completion_length": None, "distillation_weight": 0.0, "max_turn_length": 3}, "must be a number"),
         ({"distillation_weight": True}, r"`distillation_weight` must be in \[0, 1\], got True"),
         ({"max_reprompt_len": True}, "`max_reprompt_len` must be at least 1 and whole, got True"),
         ({"max_reprompt_len": None}, "`max_reprompt_len` must be at least 1 and whole, got None"),
