@@ -226,6 +226,16 @@ def test_mathematics(text, answer, said):
         assert shown.endswith(f"The right answer is {answer}.")
 
 
+def test_the_right_answer_may_be_a_number():
+    pytest.importorskip("math_verify", reason="math-verify is missing: pip install 'sdpo-trl[math]'")
+    reward = MathReward(show_answer=True)
+    assert grade(reward, [r"\boxed{42}", r"\boxed{-\frac{1}{2}}", r"\boxed{41}"], [42, -0.5, 42])[0] == [1.0, 1.0, 0.0]
+    assert reward.grade(r"\boxed{41}", 42).feedback.endswith("The right answer is 42.")
+    for odd in (None, True, ["1"]):
+        with pytest.raises(ValueError, match="must be a text or a number"):
+            reward.grade(r"\boxed{1}", odd)
+
+
 def test_an_answer_that_cannot_be_computed_meets_the_time_limit():
     pytest.importorskip("math_verify", reason="math-verify is missing: pip install 'sdpo-trl[math]'")
     reward, start = MathReward(timeout_seconds=1), time.monotonic()

@@ -18,7 +18,7 @@ class MathReward(Grader):
     r"""
     Mathematics: the last `\boxed{...}` against the right answer, by `math-verify` (an extra: `sdpo-trl[math]`).
 
-    The column `answer` holds the right answer as LaTeX, with or without dollar signs or a box.
+    The column `answer` holds the right answer as a number or as LaTeX, with or without dollar signs or a box.
 
     Args:
         show_answer (`bool`): Put the right answer into the feedback.
@@ -56,19 +56,23 @@ class MathReward(Grader):
         return self._library.parse(f"\\boxed{{{latex}}}", parsing_timeout=self.timeout_seconds)
 
     def _right(self, answer: str) -> list[Any]:
+        if not isinstance(answer, str):
+            raise ValueError(f"The dataset's answer must be a text or a number, got {answer!r:.120}.")
         if answer not in self._known:
             self._known[answer] = self._parse(boxed(answer) or answer.strip().strip("$"))
             if not self._known[answer]:
                 raise ValueError(f"math-verify cannot read the dataset's answer {answer!r:.120}. Drop such rows.")
         return self._known[answer]
 
-    def grade(self, text: str, answer: str) -> Grade:
+    def grade(self, text: str, answer: "str | float") -> Grade:
         """
         Judge one answer.
 
         Raises:
             `ValueError`: the dataset's answer cannot be read.
         """
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
         right, content = self._right(answer), boxed(text)
         if content is None:
             return self.failed(False, r"There is no \boxed{...}. Write your final answer in one.", answer)
