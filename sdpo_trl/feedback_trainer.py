@@ -288,7 +288,7 @@ class FeedbackTrainer(AgentTrainer):
         truncated = metrics["completions/clipped_ratio"][-1]
         stats = {
             **routing.stats,
-            "distilled_share": float(available.sum()),
+            "distilled_share": float(active.any(dim=1).sum()),
             "shortened_share": float(len(built.shortened | cut)),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])

@@ -78,11 +78,12 @@ class FilesTrainer(GRPOTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)
-        # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
-        with attribute(self.args, "output_dir", str(target)):
-            self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
         with nullcontext() if _internal_call else self._exporting():
             super().save_model(output_dir, _internal_call)
+        # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none, and
+        # names a base model that is a folder by its path, which the Hub refuses.
+        with attribute(self.args, "output_dir", str(target)):
+            self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
 
     def push_to_hub(
         self,
@@ -110,6 +111,7 @@ class FilesTrainer(GRPOTrainer):
     ) -> None:
         adapter = is_peft_model(self.model)
         tags = [tags] if isinstance(tags, str) else list(tags or ())
+        model_name = model_name or Path(self.args.output_dir).absolute().name  # "." has no name
         super().create_model_card(model_name, dataset_name, [*tags, *(["peft"] if adapter else [])])
         if not self.is_world_process_zero():
             return
