@@ -27,6 +27,7 @@ from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 from .turn_hints import TurnHintWriter
+from .weight_sync import send_merged
 
 
 class SDPOTrainer(LossTrainer):
@@ -120,6 +121,8 @@ class SDPOTrainer(LossTrainer):
         self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
+            if self.use_vllm:
+                send_merged(self.vllm_generation)
             self._set_up_distillation(teacher_model)
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
