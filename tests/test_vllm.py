@@ -111,7 +111,9 @@ def test_what_cannot_be_merged_is_refused(tmp_path, monkeypatch):
     prefix = get_peft_model(tiny.build_model(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match="PREFIX_TUNING has none to merge. Use LoRA"):
         tiny.trainer(tmp_path, model=prefix, **SERVER)
-    tied = get_peft_model(tiny.build_model(tie_word_embeddings=True), tiny.lora(target_modules=["embed_tokens", "v_proj"]))
+    tied = get_peft_model(
+        tiny.build_model(tie_word_embeddings=True), tiny.lora(target_modules=["embed_tokens", "v_proj"])
+    )
     with pytest.raises(ValueError, match="embed_tokens.*tied embeddings.*tie_word_embeddings=False"):
         tiny.trainer(tmp_path, model=tied, **SERVER)
 
