@@ -45,8 +45,8 @@ class _Token(str):
 class SDPOConfig(AgentOptions, ServerOptions, FaultOptions, ControlOptions, GRPOConfig):
     r"""
     Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`] for
-    long runs, of [`AgentOptions`] for agents and other teachers, of [`ServerOptions`] for scoring on vLLM's server, and
-    of [`FaultOptions`] for runs that break.
+    long runs, of [`AgentOptions`] for agents and other teachers, of [`ServerOptions`] for scoring on vLLM's server,
+    and of [`FaultOptions`] for runs that break.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with

@@ -28,8 +28,8 @@ from .rollouts import Rollouts, Routing
 from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
-from .teacher_server import ServerPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
 from .turns import keep_reached, span_mask, turn_index
 
@@ -163,8 +163,8 @@ class FeedbackTrainer(AgentTrainer):
         watchers = [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
         if watchers and self.args.use_teacher_server:
             raise ValueError(
-                f"`{type(watchers[0]).__name__}` shows the teacher's whole distribution, of which the server tells a few "
-                "items (`use_teacher_server=True`). Drop one of them."
+                f"`{type(watchers[0]).__name__}` shows the teacher's whole distribution, of which the server tells a "
+                "few items (`use_teacher_server=True`). Drop one of them."
             )
         return watchers
 

@@ -25,8 +25,8 @@ from .shards import check_sharding, whole_shape
 from .store import WeightStore
 from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
-from .teacher_server import ServerPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
 from .weight_sync import send_merged
 

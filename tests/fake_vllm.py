@@ -44,7 +44,7 @@ class FakeServer:
                 pass  # NCCL
 
             def update_named_params(self, metadata, named_params):
-                server.receive(metadata, dict((name, p.detach().clone()) for name, p in named_params))
+                server.receive(metadata, {name: p.detach().clone() for name, p in named_params})
 
             def reset_prefix_cache(self):
                 server.resets += 1

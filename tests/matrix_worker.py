@@ -24,7 +24,6 @@ from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-
 from trl.distributed import DistributedBackend  # noqa: E402
 from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 

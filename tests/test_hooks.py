@@ -41,6 +41,7 @@ EXPECTED = {
     "Trainer._get_grad_norm": "b2787642923d849b",
     "Trainer.save_model": "0ea4ba18a261c6c7",
     "Trainer.push_to_hub": "725529267e92cc52",
+    "Trainer._push_from_checkpoint": "fc40ece078cb892e",
     "_BaseTrainer.create_model_card": "2845ed823c4df45c",
     "RepeatSampler": "0769fe928c1dc733",
     "add_fused_lm_head": "27301e73e4ace4f2",
@@ -57,7 +58,8 @@ EXPECTED = {
 }
 TRLS_ATTRIBUTES = [
     "_async_tool_dicts", "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_env_tools",
-    "_has_async_funcs", "_is_vlm", "_last_loaded_step", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer", "aux_loss_enabled",
+    "_has_async_funcs", "_is_vlm", "_last_loaded_step", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer",
+    "aux_loss_enabled",
     "current_gradient_accumulation_steps", "environment_factories", "generation_config", "num_generations_eval",
     "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func", "tools",
     "use_vllm", "vllm_generation",

@@ -202,7 +202,7 @@ def test_options_that_cannot_work_are_refused(tmp_path, options, message):
 
 
 def test_what_else_cannot_work_is_refused_with_the_remedy(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="`teacher_model` brings others. Drop one"):
+    with pytest.raises(ValueError, match=r"`teacher_model` brings others\. Drop one"):
         served(tmp_path, monkeypatch, **SAMPLED, trainer_teacher_model=tiny.build_model(seed=7))
     for config, message in (
         ({"logprobs_mode": "raw_logits"}, "gives logits .*--logprobs-mode processed_logprobs"),

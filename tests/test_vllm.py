@@ -7,7 +7,6 @@ import pytest
 import tiny
 import torch
 from peft import PrefixTuningConfig, get_peft_model
-from torch import nn
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://server:1"}
 
@@ -109,12 +108,11 @@ def test_a_failure_while_sending_leaves_the_student_as_it_was(tmp_path, monkeypa
 def test_what_cannot_be_merged_is_refused(tmp_path, monkeypatch):
     fake_vllm.FakeServer(tiny.build_model()).install(monkeypatch)
     prefix = get_peft_model(tiny.build_model(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match="PREFIX_TUNING has none to merge. Use LoRA"):
+    with pytest.raises(ValueError, match=r"PREFIX_TUNING has none to merge\. Use LoRA"):
         tiny.trainer(tmp_path, model=prefix, **SERVER)
-    tied = get_peft_model(
-        tiny.build_model(tie_word_embeddings=True), tiny.lora(target_modules=["embed_tokens", "v_proj"])
-    )
-    with pytest.raises(ValueError, match="embed_tokens.*tied embeddings.*tie_word_embeddings=False"):
+    base = tiny.build_model(tie_word_embeddings=True)
+    tied = get_peft_model(base, tiny.lora(target_modules=["embed_tokens", "v_proj"]))
+    with pytest.raises(ValueError, match=r"embed_tokens.*tied embeddings.*tie_word_embeddings=False"):
         tiny.trainer(tmp_path, model=tied, **SERVER)
 
 
@@ -163,8 +161,7 @@ def test_the_samplers_correction_multiplies_each_token(tmp_path, monkeypatch, we
     else:
         assert ratio.shape == (len(mask), 1) and ratio.max() <= 1.2 + 1e-6
         assert (ratio == 0).any() == (mode == "sequence_mask")
-    # The slow truth: the same loss without the correction is linear in each token's share.
-    ones, _, plain, _ = losses(tmp_path, monkeypatch, 0.0, weight, **options)
+    *_, plain, _ = losses(tmp_path, monkeypatch, 0.0, weight, **options)
     assert loss != pytest.approx(plain, rel=1e-3)
     truth, slope = corrected(trainer, inputs, weight)
     assert loss == pytest.approx(truth, rel=1e-4)
