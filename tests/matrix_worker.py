@@ -212,7 +212,8 @@ def gathered(trainer):
 
     stores = {key: copies(store) for key, store in trainer._stores.items()}
     as_asked = is_as_asked(trainer, trainer.backend)
-    return {"student": copies(WeightStore(trainer.model)), "stores": stores, "as_asked": as_asked}
+    own = {key: sum(value.nbytes for value in store._values.values()) for key, store in trainer._stores.items()}
+    return {"student": copies(WeightStore(trainer.model)), "stores": stores, "bytes": own, "as_asked": as_asked}
 
 
 def sent(trainer):
