@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None,
-        reason="vllm is not installed here: it pins other versions (transformers<5.18), so it has an environment of its "
-        "own, see the file's docstring",
+        reason="vllm is not installed here: it pins other versions (transformers<5.18), so it has an environment of "
+        "its own, see the file's docstring",
     ),
 ]
 
@@ -50,8 +50,8 @@ def make(folder, tmp_path, monkeypatch):
     # TRL leaves both to vLLM, which computes a float32 model in bfloat16, and compiles it for a minute.
     exact = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
     monkeypatch.setattr(vllm_generation, "LLM", exact)
-    # On a CPU vLLM packs the weights that it loads first and drops the originals, so new ones cannot be loaded; without
-    # oneDNN it multiplies by the weights themselves, as it does on a GPU.
+    # On a CPU vLLM packs the weights that it loads first and drops the originals, so new ones cannot be loaded;
+    # without oneDNN it multiplies by the weights themselves, as it does on a GPU.
     monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
     made = []
 
@@ -132,7 +132,7 @@ def test_rollouts_come_from_the_current_student(make, folder, adapter):
 
 @torch.no_grad()
 def test_a_prompt_is_scored_without_temperature(make):
-    """Why `use_teacher_server` needs `temperature=1.0`: whatever is asked for, these are the log-probabilities at 1."""
+    """Why `use_teacher_server` needs `temperature=1.0`: whatever is asked for, these are log-probabilities at 1."""
     from vllm import SamplingParams
 
     trainer = make()

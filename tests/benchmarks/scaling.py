@@ -1,8 +1,8 @@
 """
 What student and teacher take on each GPU, and how long a step's parts take at best: formulas, not measurements.
 
-`python tests/benchmarks/scaling.py` prints the tables of docs/scaling.md; test_scaling.py checks the formulas against the
-bytes of real stores, whole and sharded, and the document against what is printed here.
+`python tests/benchmarks/scaling.py` prints the tables of docs/scaling.md; test_scaling.py checks the formulas against
+the bytes of real stores, whole and sharded, and the document against what is printed here.
 """
 
 from dataclasses import dataclass
@@ -129,8 +129,8 @@ def memory_table() -> str:
     return table(rows)
 
 
-# A step of 256 rollouts: prompts of 256 tokens, the teacher's of 1,024, answers of 1,024; H100s (989 TFLOP/s in bfloat16,
-# of which 40 % are used, and 3.35 TB/s), one vLLM engine per so many GPUs.
+# A step of 256 rollouts: prompts of 256 tokens, the teacher's of 1,024, answers of 1,024; H100s (989 TFLOP/s in
+# bfloat16, of which 40 % are used, and 3.35 TB/s), one vLLM engine per so many GPUs.
 ROLLOUTS, PROMPT, HINTED, ANSWER = 256, 256, 1024, 1024
 FLOPS, BANDWIDTH, USED = 989e12, 3.35e12, 0.4
 ENGINE = {"8B": 1, "70B": 8}
