@@ -12,6 +12,7 @@ from .divergence import DivergenceSpec
 from .faults import FaultOptions
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
 from .rollouts import RoutingRule
+from .server_options import ServerOptions
 
 TeacherKind = Literal["live", "base", "ema", "snapshot", "trust_region"]
 
@@ -45,10 +46,11 @@ class _Token(str):
 
 
 @dataclass
-class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
+class SDPOConfig(AgentOptions, ServerOptions, FaultOptions, ControlOptions, GRPOConfig):
     r"""
     Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`] for
-    long runs, of [`AgentOptions`] for agents and other teachers, and of [`FaultOptions`] for runs that break.
+    long runs, of [`AgentOptions`] for agents and other teachers, of [`ServerOptions`] for scoring on vLLM's server,
+    and of [`FaultOptions`] for runs that break.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
     follows the paper (arXiv 2601.20802), see docs/options.md. Every option is either effective or refused with
@@ -230,6 +232,7 @@ class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
         self._check_fault_ranges()
         self._check_pairs()
         self._check_control_pairs()
+        self._check_server_pairs()
         self.templates  # noqa: B018 - building them checks their slots
 
     @property

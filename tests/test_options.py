@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 
+import fake_vllm
 import pytest
 import tiny
 import torch
@@ -20,6 +21,7 @@ from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedba
 from sdpo_trl.agent_options import AgentOptions
 from sdpo_trl.controls import ControlOptions
 from sdpo_trl.faults import FaultOptions
+from sdpo_trl.server_options import ServerOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -73,6 +75,9 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
     reference, prompts, answers = [], [], []
     plain = sdpo_trl.scores.reference_scores
     monkeypatch.setattr("sdpo_trl.scores.reference_scores", lambda *args: (reference.append(1), plain(*args))[1])
+    server = fake_vllm.FakeServer(tiny.build_model())
+    if options.get("use_vllm"):
+        server.install(monkeypatch)
     trainer = tiny.trainer(folder, reward or [graded, polite], **options)
     compute = trainer._compute_loss
 
@@ -103,6 +108,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "warnings": caplog.text.count("SDPO: for"),
         "evaluation": sorted(trainer.evaluate(tiny.prompts())) if evaluates else None,
         "reference": bool(reference),
+        "requests": len(server.requests),
     }
 
 
@@ -216,6 +222,14 @@ CASES |= {
     "max_turn_length": Case(3, "answers", {**ACTING, "trainer_rollout_func": None}),
     "max_observation_length": Case(8, "answers", ACTING),
 }
+SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_importance_sampling_correction": False,
+    "teacher_model_kind": "live",
+    **SAMPLED,
+}
+CASES |= {"use_teacher_server": Case(True, "requests", SERVER)}
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 )
@@ -488,6 +502,7 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "teacher_context": "feedback",
     "turn_feedback_template": "<{feedback_raw}>",
     "max_turn_length": 5,
+    "use_teacher_server": False,
 }
 
 
@@ -518,7 +533,8 @@ def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            documented = SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__ + FaultOptions.__doc__
+            classes = (SDPOConfig, ControlOptions, AgentOptions, FaultOptions, ServerOptions)
+            documented = "".join(cls.__doc__ for cls in classes)
             assert f"        {field.name} (`" in documented
 
 
