@@ -29,6 +29,7 @@ from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
 from .turns import keep_reached, span_mask, turn_index
 
@@ -48,7 +49,7 @@ class FeedbackTrainer(AgentTrainer):
     _prompt_builder: TeacherPromptBuilder
     _turn_hints: TurnHintWriter
     _teacher: Teacher
-    _teacher_pass: TeacherPass
+    _teacher_pass: TeacherPass | ServerPass
     _sums: MetricSums
     _gate: SnapshotGate | None
     _buffer: SuccessBuffer | None
@@ -159,7 +160,13 @@ class FeedbackTrainer(AgentTrainer):
     @property
     def _watchers(self) -> list[RolloutWatcher]:
         """Who looks on: in training alone."""
-        return [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
+        watchers = [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
+        if watchers and self.args.use_teacher_server:
+            raise ValueError(
+                f"`{type(watchers[0]).__name__}` shows the teacher's whole distribution, of which the server tells a "
+                "few items (`use_teacher_server=True`). Drop one of them."
+            )
+        return watchers
 
     def _local_rows(self, count: int) -> slice:
         start = self.accelerator.process_index * count
@@ -288,7 +295,7 @@ class FeedbackTrainer(AgentTrainer):
         truncated = metrics["completions/clipped_ratio"][-1]
         stats = {
             **routing.stats,
-            "distilled_share": float(available.sum()),
+            "distilled_share": float(active.any(dim=1).sum()),
             "shortened_share": float(len(built.shortened | cut)),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])

@@ -26,7 +26,9 @@ from .store import WeightStore
 from .teacher import Teacher, build_teacher
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
+from .weight_sync import send_merged
 
 
 class SDPOTrainer(LossTrainer):
@@ -121,6 +123,8 @@ class SDPOTrainer(LossTrainer):
         self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
+            if self.use_vllm:
+                send_merged(self.vllm_generation)
             self._set_up_distillation(teacher_model)
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
@@ -159,13 +163,16 @@ class SDPOTrainer(LossTrainer):
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
-        self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
         limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
         self._prompt_builder = TeacherPromptBuilder(self, limit)
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
+        if args.use_teacher_server:
+            self._teacher_pass = ServerPass(self)
+        else:
+            self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (
@@ -245,6 +252,8 @@ class SDPOTrainer(LossTrainer):
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
                 if "grad_norm" in logs and self._used_weight > 0 and not self._scales_advantages:
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/gap_size"])
+            if self.args.use_teacher_server:  # which tells too little to know it
+                means.pop("sdpo/teacher_entropy", None)
             if not self.reward_funcs:
                 means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
             if self._acts:
