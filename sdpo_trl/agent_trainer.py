@@ -79,6 +79,13 @@ class AgentTrainer(GuardedTrainer):
 
     def _generate_and_score_completions(self, inputs):
         inputs = [self._read_row(row, number) for number, row in enumerate(inputs)]
+        if self.tools and self.rollout_func is None:
+            text = next((number for number, row in enumerate(inputs) if isinstance(row.get("prompt"), str)), None)
+            if text is not None:
+                raise ValueError(
+                    f"The prompt of row {text} of the batch is plain text, which has no place for tools and their "
+                    'replies. Use messages: `[{"role": "user", "content": ...}]`.'
+                )
         declared = [row_rules.declared_tools(row.get("tools")) for row in inputs]
         self._batch_tools = None
         if any(tools is not None for tools in declared):

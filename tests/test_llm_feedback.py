@@ -312,6 +312,13 @@ def test_rollouts_must_have_been_graded():
     with pytest.raises(TypeError, match="not async"):
         build("http://127.0.0.1:9/v1").wrap(later)
 
+    class Later:
+        async def __call__(self, completions, **columns):
+            return [0.0]
+
+    with pytest.raises(TypeError, match="not async"):
+        build("http://127.0.0.1:9/v1").wrap(Later())
+
 
 @pytest.mark.parametrize(
     ("name", "value"), [("concurrency", 0), ("retries", -1), ("timeout_seconds", 0), ("characters", 0)]

@@ -259,7 +259,10 @@ def test_a_row_without_a_prompt_is_named(tmp_path, prompts, message):
 def test_tools_for_a_text_are_refused(tmp_path):
     data = tiny.prompts(2, tools=[json.dumps([ADD])] * 2)
     with pytest.raises(ValueError, match="declares tools, but its prompt is plain text"):
-        tiny.micro_batches(make(tmp_path, data=data, trainer_tools=[add]))
+        tiny.micro_batches(make(tmp_path, data=data))
+    for rows in (data, tiny.prompts(2)):
+        with pytest.raises(ValueError, match="row 0 of the batch is plain text, which has no place for tools"):
+            tiny.micro_batches(make(tmp_path, data=rows, trainer_tools=[add]))
 
 
 class Room:

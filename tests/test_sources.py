@@ -357,6 +357,7 @@ def logs(value):
         (gives(["a"] * 7), ValueError, "`feedback_func` gave 7 feedback texts, but there are 8 rollouts"),
         (gives("text"), TypeError, "`feedback_func` must give a list with one `str` or `None` per rollout, got str"),
         (gives(None), TypeError, "`feedback_func` must give a list.*got NoneType"),
+        (gives(text for text in "abcdefgh"), TypeError, "`feedback_func` must give a list.*got generator"),
         (gives([None] * 5 + [4] + ["a"] * 2), TypeError, "`feedback_func` gave a int as the text of rollout 5"),
         (logs(["a"] * 3), ValueError, r"log_extra\('feedback', ...\)` gave 3 feedback texts, but there are 8"),
         (logs(["a"] * 3 + [1.5] + ["a"] * 4), TypeError, r"`log_extra\('feedback', ...\)` gave a float.*rollout 3"),

@@ -126,7 +126,8 @@ class LLMFeedback:
 
     def wrap(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """The same reward function, whose feedback texts come here instead of to the trainer."""
-        if inspect.iscoroutinefunction(reward) or self._wrapped:
+        call = getattr(reward, "__call__", None)  # noqa: B004 - whether it is async, not whether it is there
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(call) or self._wrapped:
             raise TypeError("`wrap` takes one reward function, which is not async.")
         self._wrapped = True
 
