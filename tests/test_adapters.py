@@ -141,6 +141,7 @@ def bits_and_bytes(folder, **options):
 
 
 @has_bitsandbytes
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_qlora_with_bitsandbytes_on_a_cpu(tmp_path, kind):
     options = bits_and_bytes(tmp_path)
@@ -158,6 +159,7 @@ def test_qlora_with_bitsandbytes_on_a_gpu(tmp_path, kind):
 
 
 @has_bitsandbytes
+@pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_4_bit_base_is_sent_merged_and_stays_as_it_was(tmp_path, dora):
     """PEFT's merge into 4 bit and back rounds twice; here the base is not touched."""
