@@ -8,6 +8,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,17 +79,38 @@ class FilesTrainer(GRPOTrainer):
                 elif name != "health":
                     logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """PEFT brings an adapter back in float32; one on a quantized base trains in bfloat16, as TRL made it."""
+        kept = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, p in self.model.named_parameters():
+            if p.dtype != kept.get(name, p.dtype):
+                p.data = p.data.to(kept[name])
+
     def _get_train_sampler(self, dataset=None):
         return ResumableOrder(super()._get_train_sampler(dataset))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)
-        with nullcontext() if _internal_call else self._exporting():
+        with self._trained_adapters_alone(), nullcontext() if _internal_call else self._exporting():
             super().save_model(output_dir, _internal_call)
         # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none, and
         # names a base model that is a folder by its path, which the Hub refuses.
         with attribute(self.args, "output_dir", str(target)):
             self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
+
+    @contextmanager
+    def _trained_adapters_alone(self) -> Iterator[None]:
+        """Within, PEFT saves of several adapters those that train; it would write the others beside them."""
+        if not is_peft_model(self.model) or len(self.model.peft_config) == 1:
+            yield
+            return
+        save = partial(self.model.save_pretrained, selected_adapters=list(self.model.active_adapters))
+        self.model.save_pretrained = save
+        try:
+            yield
+        finally:
+            del self.model.save_pretrained
 
     def push_to_hub(
         self,

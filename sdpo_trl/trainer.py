@@ -23,7 +23,7 @@ from .metrics import MetricSums
 from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .shards import check_sharding, whole_shape
 from .store import WeightStore
-from .teacher import Teacher, build_teacher
+from .teacher import Teacher, build_teacher, keep_gradients
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
 from .teacher_server import ServerPass
@@ -146,6 +146,7 @@ class SDPOTrainer(LossTrainer):
                 f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one."
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        keep_gradients(base)
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()

@@ -35,6 +35,7 @@ EXPECTED = {
     "GRPOTrainer.log": "c4d4db52f9ef2366",
     "GRPOTrainer._load_optimizer_and_scheduler": "f0236c69fcf3477c",
     "Trainer._save_optimizer_and_scheduler": "99a0de2f24536135",
+    "Trainer._load_from_checkpoint": "9041218b8c5dc09e",
     "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
     "GRPOTrainer._save_checkpoint": "96c508fc0fca70f7",
     "Trainer.train": "ef0b73cdf6420286",
