@@ -210,7 +210,9 @@ def test_first_step_equals_plain_forwards(tmp_path):
         trainer_rollout_func=tiny.scripted(answers, masks),
     )
     trainer.train()
-    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == ["step_000001.html", "step_000003.html"]
+    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == [
+        "index.jsonl", "step_000001.html", "step_000003.html",
+    ]  # fmt: skip
     heatmap = look.seen[0]
     assert heatmap.settings["Step"] == "1" and heatmap.settings["Teacher"] == "ema"
     assert len(heatmap.rollouts) == 4

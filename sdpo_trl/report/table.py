@@ -3,6 +3,7 @@
 Knows: the columns. Deliberately does not know: HTML.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,17 +117,27 @@ def table_heatmap(
         groups.setdefault(repr(row.prompt), []).append(row)
     if not 0 <= prompt < len(groups):
         raise IndexError(f"The table has {len(groups)} prompts, so there is no number {prompt}. Count from 0.")
-    rows = list(groups.values())[prompt][:rollouts]
-    views = [
-        _view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows) if completion_text(row.completion)
-    ]
-    if not views:
+    rows = [row for row in list(groups.values())[prompt][:rollouts] if completion_text(row.completion)]
+    if not rows:
         raise ValueError(f"All answers to prompt {prompt} are empty. Choose another `prompt`.")
+    return rows_heatmap(rows, scorer, asked=asked)
+
+
+def rows_heatmap(rows: Sequence[TableRow], scorer: Rescorer, *, asked: bool) -> Heatmap:
+    """
+    Score rollouts of one prompt again.
+
+    Args:
+        rows (`Sequence[TableRow]`): At least one, with answers that are not empty.
+        scorer ([`Rescorer`]): With the model to look through.
+        asked (`bool`): Whether the table holds teachers' prompts: then a rollout without one is not scored.
+    """
+    views = tuple(_view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows))
     settings = dict(scorer.settings)
     if rows[0].step is not None:
         settings = {"Logged at step": str(rows[0].step), **settings}
     notes = ["Scored again from a table of texts: tokens may be cut differently than they were sampled."]
-    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), tuple(views), settings, tuple(notes))
+    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), views, settings, tuple(notes))
 
 
 def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutView:
