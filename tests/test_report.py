@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from sdpo_trl.divergence import DivergenceSpec, entropy, token_divergence
@@ -580,9 +581,10 @@ def test_token_texts_keep_the_space_before_a_word():
         """Drops the space at the beginning, as SentencePiece does; ids 3 and 4 are the halves of one character."""
 
         words = ("a", "▁a", "▁cat", "<0xC3>", "<0xA9>", "")
+        all_special_ids = ()
 
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": [1]}
+        def __len__(self):
+            return len(self.words)
 
         def batch_decode(self, rows, **options):
             texts = ["".join("�" if self.words[i].startswith("<0") else self.words[i] for i in row) for row in rows]
@@ -643,3 +645,11 @@ def test_the_core_does_not_import_the_report():
     core = [path for path in REPORT.parent.rglob("*.py") if REPORT not in path.parents]
     assert len(core) > 20
     assert not [p.name for p in core if re.search(r"import.*\breport\b|from .*\breport\b", p.read_text())]
+
+
+def test_a_tokenizer_that_cannot_encode_a_letter_has_texts_all_the_same():
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "X": 2, "+": 3}))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    assert TokenTexts(tokenizer).of([1, 2, 3]) == {1: "<eos>", 2: "X", 3: "+"}
