@@ -166,6 +166,8 @@ class SDPOTrainer(ObservedTrainer):
         )
         limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
         self._prompt_builder = TeacherPromptBuilder(self, limit)
+        if args.reads_feedback:
+            self._prompt_builder.check_dataset(self.train_dataset)
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]

@@ -16,7 +16,8 @@ from ..divergence import DivergenceSpec
 from ..heads import MixedHead, TokenHead, predicting
 from ..rollouts import Rollouts, weighted_rewards
 from .record import Heatmap, RolloutView, TokenValues
-from .rollouts import HEATMAPS, note_page, rollout_key
+from .rollouts import HEATMAPS, note_page
+from .table import TableRow
 from .trackers import log_page
 from .values import TokenTexts, describe, take_tokens, token_values, token_views
 
@@ -155,11 +156,8 @@ class TokenHeatmapCallback(RolloutWatcher):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
-            rollouts = self._batch.rollouts
-            note_page(
-                path, state.global_step,
-                [rollout_key(rollouts.prompts[row], rollouts.completions[row]) for row in self._shown_rows()],
-            )  # fmt: skip
+            rows = zip(self._shown_rows(), heatmap.rollouts, strict=True)
+            note_page(path, state.global_step, [self._table_row(row, view) for row, view in rows])
         except OSError as error:  # a full disk is no reason to end a run
             logger.warning(f"SDPO: the heat map of step {state.global_step} was not written: {error}")
         log_page(page, args.report_to)
@@ -176,6 +174,13 @@ class TokenHeatmapCallback(RolloutWatcher):
             if batch.group(row) == self._group and row not in self._scored
         ]  # fmt: skip
         return sorted([*self._scored, *siblings[: self._rollouts - len(self._scored)]])
+
+    def _table_row(self, row: int, view: RolloutView) -> TableRow:
+        rollouts = self._batch.rollouts
+        return TableRow(
+            rollouts.prompts[row], rollouts.completions[row], view.feedback, view.teacher_prompt, view.rewards,
+            view.advantage, None,
+        )  # fmt: skip
 
     def _heatmap(self, step: int) -> Heatmap:
         batch, rows = self._batch, self._shown_rows()

@@ -1,16 +1,18 @@
-"""The best and the worst rollouts of a run, from its tables, and the heat maps that show them.
+"""The best and the worst rollouts of a run, from its tables and its heat maps.
 
-Knows: `completions/*.parquet`, the folder of heat maps and its index. Deliberately does not know: HTML, models.
+Knows: `completions/*.parquet`, the folder of heat maps and the index in it. Deliberately does not know: HTML, models.
 """
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..reprompt import Prompt, completion_text
+from ..reprompt import Prompt, completion_text, message_text
+from ..run_log import plain
 from .table import TableRow, read_table
 
 HEATMAPS = "heatmaps"
@@ -25,10 +27,33 @@ def rollout_key(prompt: Prompt, completion: Prompt) -> str:
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()[:24]
 
 
-def note_page(page: Path, step: int, keys: Iterable[str]) -> None:
-    """Write into the index beside a heat map which rollouts it shows, in their order on the page."""
+def note_page(page: Path, step: int, rows: Sequence[TableRow]) -> None:
+    """
+    Write into the index beside a heat map which rollouts it shows, in their order on the page.
+
+    Tables are written at the steps that are logged, and hold one batch; a heat map's step need not be one of them.
+    """
+    shown = [
+        {
+            "prompt": _texts(row.prompt),
+            "completion": completion_text(row.completion),
+            "feedback": row.feedback,
+            "teacher_prompt": row.teacher_prompt,
+            "rewards": row.rewards,
+            "advantage": row.advantage,
+        }
+        for row in rows
+    ]
     with (page.parent / INDEX).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "file": page.name, "rollouts": list(keys)}) + "\n")
+        file.write(json.dumps(plain({"step": step, "file": page.name, "rollouts": shown})) + "\n")
+
+
+def _texts(prompt: Prompt) -> Prompt:
+    """The prompt without images."""
+    if isinstance(prompt, str):
+        return prompt
+    kept = ("role", "name")
+    return [{**{k: m[k] for k in kept if k in m}, "content": message_text(m.get("content"))} for m in prompt]
 
 
 @dataclass(frozen=True)
@@ -39,12 +64,12 @@ class Page:
     Args:
         step (`int`): When.
         file (`str`): Its name, inside of the folder of heat maps.
-        rollouts (`tuple[str, ...]`): Their keys, in the order of the page.
+        rows (`tuple[TableRow, ...]`): Its rollouts, in the order of the page.
     """
 
     step: int
     file: str
-    rollouts: tuple[str, ...]
+    rows: tuple[TableRow, ...]
 
 
 def read_pages(folder: Path) -> list[Page]:
@@ -56,13 +81,20 @@ def read_pages(folder: Path) -> list[Page]:
     for line in path.read_bytes().decode("utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-            page = Page(int(row["step"]), str(row["file"]), tuple(map(str, row["rollouts"])))
-        except (ValueError, KeyError, TypeError):
+            page = Page(int(row["step"]), str(row["file"]), tuple(_row(r, int(row["step"])) for r in row["rollouts"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
         # Only what lies in the folder itself is linked.
         if Path(page.file).name == page.file and (folder / HEATMAPS / page.file).is_file():
             pages[page.file] = page
     return sorted(pages.values(), key=lambda page: page.step)
+
+
+def _row(data: dict[str, Any], step: int) -> TableRow:
+    rewards = {name: None if value is None else float(value) for name, value in data["rewards"].items()}
+    return TableRow(
+        data["prompt"], data["completion"], data["feedback"], data["teacher_prompt"], rewards, data["advantage"], step
+    )
 
 
 @dataclass(frozen=True)
@@ -71,14 +103,14 @@ class Choice:
     A rollout worth a look.
 
     Args:
-        row ([`TableRow`]): As the table has it.
-        table (`Path`): Where it stands.
+        row ([`TableRow`]): What is known of it.
+        table (`Path`, *optional*): Where it stands; `None` if a heat map alone knows it.
         reward (`float`): The weighted sum.
         link (`str`, *optional*): Its heat map, relative to the run's folder.
     """
 
     row: TableRow
-    table: Path
+    table: Path | None
     reward: float
     link: str | None
 
@@ -87,7 +119,7 @@ def choose(
     folder: Path, weights: dict[str, float], notes: list[str], until: int | None = None, count: int = 3
 ) -> tuple[list[Choice], list[Choice]]:
     """
-    The best and the worst rollouts in the latest tables, and in those of steps that have a heat map.
+    The best and the worst rollouts in the latest tables, in those of steps that have a heat map, and in heat maps.
 
     Among equals come those with a heat map, then other prompts, then the latest.
 
@@ -99,12 +131,19 @@ def choose(
         count (`int`): How many of each.
     """
     pages = [page for page in read_pages(folder) if until is None or page.step <= until]
-    links = {key: f"{HEATMAPS}/{page.file}#name-{place}" for page in pages for place, key in enumerate(page.rollouts)}
+    links = {
+        rollout_key(row.prompt, row.completion): f"{HEATMAPS}/{page.file}#name-{place}"
+        for page in pages for place, row in enumerate(page.rows)
+    }  # fmt: skip
     mapped = {f"completions_{page.step:05d}.parquet" for page in pages[-_TABLES:]}
     tables = sorted((folder / "completions").glob("completions_*.parquet"))
-    if not tables:
+    if not (tables or pages):
         notes.append("There are no completions tables, so no rollouts are shown: train with `log_completions=True`.")
-    found: dict[tuple[str, str], Choice] = {}
+    found: dict[str, Choice] = {}
+    for row in [row for page in pages for row in page.rows]:
+        reward, key = total_reward(row.rewards, weights), rollout_key(row.prompt, row.completion)
+        if reward is not None:
+            found[key] = Choice(row, None, reward, links[key])
     for path in [table for table in tables if table.name in mapped or table in tables[-_TABLES:]]:
         try:
             rows = [row for row in read_table(path) if until is None or (row.step or 0) <= until]

@@ -49,7 +49,7 @@ class MapWriter:
 
     def __call__(self, choice: Choice) -> str | None:
         """The page's address as the report sees it; `None` for an empty answer."""
-        if not completion_text(choice.row.completion):
+        if choice.table is None or not completion_text(choice.row.completion):
             return None
         if self._scorer is None:
             self._scorer = self._make(comparing_settings(self._folder))

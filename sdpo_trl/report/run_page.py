@@ -5,6 +5,7 @@ are made visible and escaped as on the heat map's page, and the policy of that p
 """
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -171,11 +172,17 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _warnings(run: RunRecord) -> list[tuple[str, str]]:
-    """Steps and text, the latest last; the same words at several steps are one entry."""
+    """Steps and text; where only the numbers differ, the latest text and all of its steps."""
     steps: dict[str, list[int]] = {}
+    latest: dict[str, str] = {}
     for step, text in run.warnings:
-        steps.setdefault(text, []).append(step)
-    rows = [(", ".join(map(str, at[:8])) + (", …" if len(at) > 8 else ""), text) for text, at in steps.items()]
+        words = re.sub(r"\d+", "#", text)
+        steps.setdefault(words, []).append(step)
+        latest[words] = text
+    rows = [
+        (", ".join(map(str, at[:8])) + (f", … {at[-1]}" if len(at) > 8 else ""), latest[words])
+        for words, at in steps.items()
+    ]
     hidden = len(rows) - _MOST_WARNINGS
     return [*([("", f"{hidden} earlier warnings are not shown.")] if hidden > 0 else []), *rows[-_MOST_WARNINGS:]]
 
@@ -192,7 +199,7 @@ def _numbers(run: RunRecord) -> list[tuple[str, str, str, str, str]]:
 
 def _value(value: Any) -> str:
     """As one writes it in Python."""
-    return value if isinstance(value, str) and value else repr(value)
+    return value if isinstance(value, str) and value and "\n" not in value else repr(value)
 
 
 def _link(base: str, path: str) -> str:

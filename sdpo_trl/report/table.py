@@ -6,13 +6,15 @@ Knows: the columns. Deliberately does not know: HTML.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ..reprompt import Hint, Prompt, completion_text, message_text
 from .record import Heatmap, RolloutView
-from .rescore import Rescorer
+
+if TYPE_CHECKING:
+    from .rescore import Rescorer
 
 _TEXTS = ("step", "prompt", "completion", "feedback", "teacher_prompt", "advantage")
 
@@ -91,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def table_heatmap(
-    table: "str | Path | pd.DataFrame", scorer: Rescorer, *, prompt: int = 0, rollouts: int | None = None
+    table: "str | Path | pd.DataFrame", scorer: "Rescorer", *, prompt: int = 0, rollouts: int | None = None
 ) -> Heatmap:
     """
     Score the rollouts of one prompt again.
@@ -123,7 +125,7 @@ def table_heatmap(
     return rows_heatmap(rows, scorer, asked=asked)
 
 
-def rows_heatmap(rows: Sequence[TableRow], scorer: Rescorer, *, asked: bool) -> Heatmap:
+def rows_heatmap(rows: Sequence[TableRow], scorer: "Rescorer", *, asked: bool) -> Heatmap:
     """
     Score rollouts of one prompt again.
 
@@ -140,7 +142,7 @@ def rows_heatmap(rows: Sequence[TableRow], scorer: Rescorer, *, asked: bool) -> 
     return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), views, settings, tuple(notes))
 
 
-def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutView:
+def _view(scorer: "Rescorer", row: TableRow, asked: bool, name: str) -> RolloutView:
     return scorer.rollout(
         row.prompt,
         None if asked or row.feedback is None else Hint(feedback=row.feedback),
@@ -154,7 +156,7 @@ def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutVie
     )
 
 
-def _parts(scorer: Rescorer, row: TableRow) -> "str | list[tuple[str, bool]]":
+def _parts(scorer: "Rescorer", row: TableRow) -> "str | list[tuple[str, bool]]":
     """The answer; of several messages, what the chat template makes of them, with who wrote each part."""
     if isinstance(row.completion, str):
         return row.completion
