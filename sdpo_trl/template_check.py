@@ -9,12 +9,13 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from .reprompt import Hint, Message, Placement, Prompt, Templates, message_text, teacher_prompt
+from .reprompt import Hint, Message, Placement, Prompt, Templates, message_text, replace_text, teacher_prompt
 
 Render = Callable[[Sequence[Message], bool], str]
 
 SOLUTION = "The answer that the check shows is 42"
 FEEDBACK = "The check says that line 7 of the answer is wrong"
+_WORDS = "a user's last words"
 _SHOWN = 400
 # What a template's own marks hold, `<|user|>` or `[INST]` (DeepSeek's bars are wide ones), and plain words do not.
 _MARKS = re.compile("[<\\[|\N{FULLWIDTH VERTICAL LINE}]")
@@ -75,7 +76,7 @@ def check_templates(
     teacher = _rendered(render, messages, "teacher")
     _check_nesting(render, messages, student, teacher)
     _check_texts(prompt, student, teacher)
-    _check_header(render, prompt, messages, student, teacher)
+    _check_header(render, prompt, student, teacher)
     for name, without in (switches or {}).items():
         if without(prompt, True) != student and without(messages, True) == teacher:
             raise _failure(
@@ -121,20 +122,15 @@ def _check_texts(prompt: Sequence[Message], student: str, teacher: str) -> None:
             )
 
 
-def _check_header(
-    render: Render, prompt: Sequence[Message], messages: Sequence[Message], student: str, teacher: str
-) -> None:
-    header = _after(render(prompt, False), student)
-    last, told = (message_text(turns[-1].get("content")).strip() for turns in (prompt, messages))
-    if not header.strip() or (last and last[-40:] in header):
-        # A template without a header of its own; or one that writes the whole turn in another way then.
-        if prompt[-1]["role"] != "user" or last not in student or told not in teacher:
-            return
-        header, other = (text[text.rfind(said) + len(said) :] for text, said in ((student, last), (teacher, told)))
-        same = header.strip() == other.strip()
-    else:
-        same = teacher.endswith(header)
-    if not same:
+def _check_header(render: Render, prompt: Sequence[Message], student: str, teacher: str) -> None:
+    if prompt[-1]["role"] == "user":
+        # What follows a user's last words; a template may have no header of its own beyond it.
+        spoken = {**prompt[-1], "content": replace_text(prompt[-1]["content"], _WORDS)}
+        other = render([*prompt[:-1], spoken], True)
+        header = other[other.rfind(_WORDS) + len(_WORDS) :] if _WORDS in other else ""
+    else:  # the teacher's prompt goes on with a user's turn
+        header = _after(render(prompt, False), student)
+    if student.endswith(header) and not teacher.endswith(header):
         raise _failure(
             "header",
             f"the student's prompt ends in {header!r}, and the teacher's does not, so the two answer in different "

@@ -120,7 +120,7 @@ BROKEN = {
     "header": (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% if messages|length > 1 %}<think>{% endif %}{% endif %}",
-        "append", r"ends in '<\|assistant\|>', and the teacher's does not",
+        "append", r"ends in '<\|end\|><\|assistant\|>', and the teacher's does not",
     ),
     # The last turn is cut.
     "feedback": (
@@ -166,6 +166,12 @@ def test_a_header_that_ignores_the_flag_is_compared_too():
     late = plain.replace("[/{{ m.role }}]", "{% if m.content|length < 60 %} [/{{ m.role }}]{% endif %}")
     with pytest.raises(TemplateCheckError, match=r"ends in ' +\[/user\]', and the teacher's does not"):
         check(late)
+
+
+def test_words_that_also_stand_in_the_header_confuse_nobody():
+    for word in ("a", "assistant", "<|assistant", "end", ">"):
+        check_templates(renderer(tiny.CHAT_TEMPLATE), [{"role": "user", "content": word}], Templates())
+        check_templates(renderer(shipped("phi3")), [{"role": "user", "content": word}], Templates())
 
 
 def test_a_chat_inside_of_a_message_is_found():

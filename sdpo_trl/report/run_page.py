@@ -129,7 +129,7 @@ def _chart(chart: Chart, svg: str) -> dict[str, Any]:
     lines = [
         {
             "label": line.label,
-            "last": number(dict(line.points).get(last)),
+            "last": number(line.points[-1][1]),
             "dashes": " ".join(f"{part * LINE_WIDTH:g}" for part in DASHES[index % len(DASHES)]) or "none",
         }
         for index, line in enumerate(chart.series)

@@ -30,7 +30,10 @@
       cursor.setAttribute("x2", x);
       cursor.setAttribute("visibility", visible ? "visible" : "hidden");
     };
-    const leave = () => show(steps.length - 1, false);
+    const leave = () => {
+      show(steps.length - 1, false);
+      values.forEach((value, i) => { value.textContent = short(lines[i][lines[i].length - 1][1]); });
+    };
     const nearest = (clientX) => {
       const frame = svg.getBoundingClientRect();
       const share = ((clientX - frame.left) / frame.width - box[0]) / (box[1] - box[0]);
