@@ -125,7 +125,7 @@ class RunLog:
 
 
 class _WarningHandler(logging.Handler):
-    """Passes warnings on to the log."""
+    """Passes warnings on to the log. Whoever has not set logging up reads them on the terminal all the same."""
 
     def __init__(self, log: RunLog) -> None:
         super().__init__(logging.WARNING)
@@ -133,6 +133,20 @@ class _WarningHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._log.write("warning", text=record.getMessage())
+        # Python's last resort serves loggers without any handler, which this one has now.
+        last = logging.lastResort
+        if last is not None and record.levelno >= last.level and not self._is_heard(record):
+            last.handle(record)
+
+    @staticmethod
+    def _is_heard(record: logging.LogRecord) -> bool:
+        """Whether another handler will see it."""
+        node: logging.Logger | None = logging.getLogger(record.name)
+        while node is not None:
+            if any(not isinstance(handler, _WarningHandler) for handler in node.handlers):
+                return True
+            node = node.parent if node.propagate else None
+        return False
 
 
 class RunLogCallback(TrainerCallback):

@@ -381,6 +381,19 @@ def test_the_log_holds_what_was_logged_warned_and_set(tmp_path):
     assert kept[1]["max_steps"] == 4
 
 
+@pytest.mark.parametrize("set_up", [False, True])
+def test_warnings_reach_the_terminal_as_before(tmp_path, monkeypatch, set_up):
+    stream, own = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler(stream))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(own)] if set_up else [])
+    log = RunLog(tmp_path / RUN_LOG, lambda: 7, lambda: True)
+    with log.recording():
+        logging.getLogger("sdpo_trl.metrics").warning("heed this")
+        logging.getLogger("sdpo_trl.metrics").info("not this")
+    assert (stream.getvalue(), own.getvalue()) == (("", "heed this\n") if set_up else ("heed this\n", ""))
+    assert [(r["step"], r["text"]) for r in records(tmp_path) if r["kind"] == "warning"] == [(7, "heed this")]
+
+
 def test_a_run_that_breaks_says_why(tmp_path):
     def broken(completions, **kwargs):
         raise ZeroDivisionError("nothing to grade")
