@@ -38,7 +38,7 @@ class LossTrainer(FeedbackTrainer):
             return super()._compute_loss(model, inputs)
         inputs = self._needed(inputs)
         active = self._active(inputs)  # (B, T)
-        teacher = self._teacher_pass.head(inputs, active)
+        teacher = self._teacher_head(inputs, active)
         policy = self._policy_inputs(inputs)
         spec = self._divergence_now()
         scored: list[TokenScores] = []
@@ -68,6 +68,10 @@ class LossTrainer(FeedbackTrainer):
         if self._scales_advantages:
             return policy_loss
         return policy_loss + self._weight() * self._gain(scored[0], spec) * outputs[0]["loss"]
+
+    def _teacher_head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
+        """The teacher's head over the active tokens."""
+        return self._teacher_pass.head(inputs, active)
 
     @property
     def _scales_advantages(self) -> bool:

@@ -135,7 +135,7 @@ def message_text(content: Any) -> str:
     return "".join(block["text"] for block in content if _is_text(block))
 
 
-def _replace_text(content: Any, text: str) -> Any:
+def replace_text(content: Any, text: str) -> Any:
     """`content` with `text` where its first text block was; blocks that are not text (images) stay in place."""
     if content is None or isinstance(content, str):
         return text
@@ -181,7 +181,7 @@ def teacher_prompt(prompt: Prompt, hint: Hint, templates: Templates, placement: 
     if placement == "append" or last["role"] != "user":
         return [*prompt, {"role": "user", "content": reprompt_text("", hint, templates)}]
     text = reprompt_text(message_text(last["content"]), hint, templates)
-    return [*prompt[:-1], {**last, "content": _replace_text(last["content"], text)}]
+    return [*prompt[:-1], {**last, "content": replace_text(last["content"], text)}]
 
 
 def strip_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = ("<think>", "</think>")) -> str | None:

@@ -18,8 +18,8 @@ from .external import load_external_teacher, prepare_external_teacher
 from .files import attribute
 from .heads import HeadTap
 from .health import HealthMonitor
-from .loss_trainer import LossTrainer
 from .metrics import MetricSums
+from .observed_trainer import ObservedTrainer, StepClockCallback
 from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .shards import check_sharding, whole_shape
 from .store import WeightStore
@@ -31,7 +31,7 @@ from .turn_hints import TurnHintWriter
 from .weight_sync import send_merged
 
 
-class SDPOTrainer(LossTrainer):
+class SDPOTrainer(ObservedTrainer):
     """
     Trainer for Self-Distilled Policy Optimization (SDPO, arXiv 2601.20802).
 
@@ -120,12 +120,14 @@ class SDPOTrainer(LossTrainer):
             if not self.reward_funcs:  # no environment brought its own
                 no_reward.check_unrewarded(args)
         self._set_up_agent()
+        self._set_up_observation()
         self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
             if self.use_vllm:
                 send_merged(self.vllm_generation)
             self._set_up_distillation(teacher_model)
+        self.add_callback(StepClockCallback(self._clock))
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
@@ -164,9 +166,13 @@ class SDPOTrainer(LossTrainer):
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
-        self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
+        self.add_callback(
+            TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size, self._clock)
+        )
         limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
         self._prompt_builder = TeacherPromptBuilder(self, limit)
+        if args.reads_feedback:
+            self._prompt_builder.check_dataset(self.train_dataset)
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]

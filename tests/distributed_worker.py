@@ -57,7 +57,7 @@ def first_gradient(folder, processes, **options):
         **options,
     )
     trainer.train()
-    log = trainer.state.log_history[0]
+    (log,) = tiny.training_logs(trainer)
     return seen.value, {name: value for name, value in log.items() if name == "loss" or name.startswith("sdpo/")}
 
 

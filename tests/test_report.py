@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from sdpo_trl.divergence import DivergenceSpec, entropy, token_divergence
@@ -210,7 +211,9 @@ def test_first_step_equals_plain_forwards(tmp_path):
         trainer_rollout_func=tiny.scripted(answers, masks),
     )
     trainer.train()
-    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == ["step_000001.html", "step_000003.html"]
+    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == [
+        "index.jsonl", "step_000001.html", "step_000003.html",
+    ]  # fmt: skip
     heatmap = look.seen[0]
     assert heatmap.settings["Step"] == "1" and heatmap.settings["Teacher"] == "ema"
     assert len(heatmap.rollouts) == 4
@@ -691,3 +694,11 @@ def test_the_core_does_not_import_the_report():
     core = [path for path in REPORT.parent.rglob("*.py") if REPORT not in path.parents]
     assert len(core) > 20
     assert not [p.name for p in core if re.search(r"import.*\breport\b|from .*\breport\b", p.read_text())]
+
+
+def test_a_tokenizer_that_cannot_encode_a_letter_has_texts_all_the_same():
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "X": 2, "+": 3}))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    assert TokenTexts(tokenizer).of([1, 2, 3]) == {1: "<eos>", 2: "X", 3: "+"}

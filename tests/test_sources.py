@@ -453,9 +453,8 @@ def test_a_template_that_refuses_two_user_turns_says_what_to_do(tmp_path):
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     options = {"data": tiny.prompts(2, chat=True), "trainer_processing_class": tokenizer}
-    trainer = tiny.trainer(tmp_path, tiny.telling(), reprompt_placement="append", **options)
     with pytest.raises(ValueError, match=r"roles must alternate.*`reprompt_placement='last_user'`"):
-        told_rows(trainer)
+        tiny.trainer(tmp_path, tiny.telling(), reprompt_placement="append", **options)
     assert all(
         hint.count("<|user|>") == 1 for *_, hint in told_rows(tiny.trainer(tmp_path, tiny.telling(), **options))
     )

@@ -5,15 +5,18 @@ Knows: the columns. Deliberately does not know: HTML.
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ..reprompt import Hint, Prompt, completion_text, message_text
 from .record import Heatmap, RolloutView
-from .rescore import Rescorer
+
+if TYPE_CHECKING:
+    from .rescore import Rescorer
 
 _TEXTS = ("step", "prompt", "completion", "feedback", "teacher_prompt", "advantage")
 
@@ -109,7 +112,7 @@ def _read(key: str, value: Any) -> Any:
 
 
 def table_heatmap(
-    table: "str | Path | pd.DataFrame", scorer: Rescorer, *, prompt: int = 0, rollouts: int | None = None
+    table: "str | Path | pd.DataFrame", scorer: "Rescorer", *, prompt: int = 0, rollouts: int | None = None
 ) -> Heatmap:
     """
     Score the rollouts of one prompt again.
@@ -137,12 +140,22 @@ def table_heatmap(
         groups.setdefault(repr(row.prompt), []).append(row)
     if not 0 <= prompt < len(groups):
         raise IndexError(f"The table has {len(groups)} prompts, so there is no number {prompt}. Count from 0.")
-    rows = list(groups.values())[prompt][:rollouts]
-    views = [
-        _view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows) if completion_text(row.completion)
-    ]
-    if not views:
+    rows = [row for row in list(groups.values())[prompt][:rollouts] if completion_text(row.completion)]
+    if not rows:
         raise ValueError(f"All answers to prompt {prompt} are empty. Choose another `prompt`.")
+    return rows_heatmap(rows, scorer, asked=asked)
+
+
+def rows_heatmap(rows: Sequence[TableRow], scorer: "Rescorer", *, asked: bool) -> Heatmap:
+    """
+    Score rollouts of one prompt again.
+
+    Args:
+        rows (`Sequence[TableRow]`): At least one, with answers that are not empty.
+        scorer ([`Rescorer`]): With the model to look through.
+        asked (`bool`): Whether the table holds teachers' prompts: then a rollout without one is not scored.
+    """
+    views = tuple(_view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows))
     settings = dict(scorer.settings)
     if rows[0].step is not None:
         settings = {"Logged at step": str(rows[0].step), **settings}
@@ -152,10 +165,10 @@ def table_heatmap(
             "Some feedback is about single turns. In training, what was told where a later turn begins stood between "
             "the turns; here, the teacher did not read it there."
         )
-    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), tuple(views), settings, tuple(notes))
+    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), views, settings, tuple(notes))
 
 
-def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutView:
+def _view(scorer: "Rescorer", row: TableRow, asked: bool, name: str) -> RolloutView:
     return scorer.rollout(
         row.prompt,
         None if asked or row.feedback is None else Hint(feedback=row.feedback),
@@ -169,7 +182,7 @@ def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutVie
     )
 
 
-def _parts(scorer: Rescorer, row: TableRow) -> "str | list[tuple[str, bool]]":
+def _parts(scorer: "Rescorer", row: TableRow) -> "str | list[tuple[str, bool]]":
     """The answer; of several messages, what the chat template makes of them, with who wrote each part."""
     if isinstance(row.completion, str):
         return row.completion
