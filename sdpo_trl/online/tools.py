@@ -1,0 +1,333 @@
+"""Tools for a working folder: read, write, exact edit, line edit, glob, grep, and a shell that needs a yes.
+
+Knows: what each tool promises, and what it would do before it does it. Deliberately does not know: sessions, models,
+terminals. Each tool is a function with types and a docstring, as TRL and `get_json_schema` read them.
+"""
+
+import functools
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import regex
+
+from .shell import Shell
+from .texts import Change, decoded, encoded, exact_edit, line_edit, matches, numbered
+from .workspace import MAX_FILE_BYTES, Entry, Workspace, WorkspaceError, split_path
+
+MAX_CHARACTERS = 16_000  # of a reply
+MAX_LINES = 400
+MAX_FOUND = 200
+MAX_ENTRIES = 50_000  # that `glob` and `grep` look at
+GREP_SECONDS = 10.0
+_WIDTH = 500  # characters of a line that are shown
+
+
+def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrong arguments, as a model may write them, become errors with a hint."""
+    signature = inspect.signature(function)
+    wanted = {name: value for name, value in signature.parameters.items() if name != "self"}
+    usage = f"{function.__name__} takes " + ", ".join(
+        f"{name} ({value.annotation.__name__}{'' if value.default is value.empty else ', optional'})"
+        for name, value in wanted.items()
+    )
+
+    @functools.wraps(function)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise WorkspaceError(f"{function.__name__}: {error}.", f"{usage}.") from None
+        for name, value in bound.arguments.items():
+            if name != "self" and type(value) is not wanted[name].annotation:
+                kind = "null" if value is None else type(value).__name__
+                raise WorkspaceError(f"{function.__name__}: `{name}` is of type {kind}.", f"{usage}.")
+        return function(*bound.args, **bound.kwargs)
+
+    return checked
+
+
+class WorkspaceTools:
+    """
+    The tools of one working folder, and what they would change.
+
+    Args:
+        workspace ([`Workspace`] or `str` or `Path`): The folder.
+        shell ([`Shell`], *optional*): Without one, there is no shell tool.
+    """
+
+    def __init__(self, workspace: Workspace | str | Path, shell: Shell | None = None) -> None:
+        self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
+        self._shell = shell
+
+    def functions(self) -> list[Callable[..., str]]:
+        """The tools, for `tools=` of a session or a trainer."""
+        every = [self.read_file, self.write_file, self.edit_file, self.edit_lines, self.glob, self.grep]
+        return every if self._shell is None else [*every, self.shell]
+
+    def preview(self, call: dict[str, Any]) -> str | None:
+        """
+        What a call would change, as a unified diff, without doing it.
+
+        Args:
+            call (`dict`): `{"name": ..., "arguments": {...}}`.
+
+        Returns:
+            The diff; empty if the file would stay as it is; `None` for a tool that writes no file itself.
+
+        Raises:
+            [`WorkspaceError`]: the call would fail with this error.
+        """
+        plan = {
+            "write_file": self._plan_write, "edit_file": self._plan_edit, "edit_lines": self._plan_lines,
+        }.get(call["name"])  # fmt: skip
+        if plan is None:
+            return None
+        arguments = call["arguments"]
+        if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
+            raise WorkspaceError(f"The arguments of {call['name']} are no object.", "give a JSON object.")
+        return plan(**arguments).diff()
+
+    @_tool
+    def read_file(self, path: str, first: int = 1, lines: int = 200) -> str:
+        """
+        Read a text file with line numbers.
+
+        Args:
+            path: The file, relative to the working folder.
+            first: The first line to read, from 1.
+            lines: How many lines to read, at most 400.
+
+        Returns:
+            The lines, each as `number| text`.
+        """
+        if first < 1 or not 1 <= lines <= MAX_LINES:
+            raise WorkspaceError(f"`first` is {first} and `lines` {lines}.", f"from 1, and 1 to {MAX_LINES} lines.")
+        data = self.workspace.read(path)
+        if b"\0" in data[:8192]:
+            raise WorkspaceError(f"`{path}` is a binary file of {len(data)} bytes.", "only text can be read.")
+        try:
+            text, note = data.decode(), ""
+        except UnicodeDecodeError:
+            text = data.decode("utf-8", "backslashreplace")
+            note = "\n[not in UTF-8: other bytes are shown as \\xNN; this file cannot be edited here]"
+        total = text.count("\n") + (not text.endswith("\n"))
+        if not text:
+            return "(the file is empty)"
+        if first > total:
+            raise WorkspaceError(f"`{path}` has {total} lines, none from {first} on.", f"use `first` of 1 to {total}.")
+        return numbered(text, first, lines, MAX_CHARACTERS, _WIDTH) + note
+
+    @_tool
+    def write_file(self, path: str, text: str) -> str:
+        """
+        Make a file, or replace all of one.
+
+        Args:
+            path: The file, relative to the working folder; missing folders are made.
+            text: All of its content.
+
+        Returns:
+            What was done.
+        """
+        return self._do(self._plan_write(path=path, text=text))
+
+    @_tool
+    def edit_file(self, path: str, old: str, new: str) -> str:
+        """
+        Replace a piece of text that stands in a file exactly once.
+
+        Args:
+            path: The file, relative to the working folder.
+            old: The exact text to replace, without line numbers.
+            new: The text to put there.
+
+        Returns:
+            What was done.
+        """
+        return self._do(self._plan_edit(path=path, old=old, new=new))
+
+    @_tool
+    def edit_lines(self, path: str, first: int, last: int, text: str) -> str:
+        """
+        Replace whole lines of a file.
+
+        Args:
+            path: The file, relative to the working folder.
+            first: The first line to replace, from 1.
+            last: The last line to replace; first - 1 inserts before first and replaces nothing.
+            text: The new lines; empty to delete.
+
+        Returns:
+            What was done.
+        """
+        return self._do(self._plan_lines(path=path, first=first, last=last, text=text))
+
+    @_tool
+    def glob(self, pattern: str) -> str:
+        """
+        List files and folders by pattern.
+
+        Args:
+            pattern: Relative to the working folder, such as *.py or **/*.md.
+
+        Returns:
+            The paths, one a line; folders end in a slash.
+        """
+        wanted = _pattern(pattern, "pattern")
+        found, more = [], 0
+        for entry, _, _ in self._entries(pattern):
+            if matches(entry.path, wanted):
+                mark = {"file": "", "a folder": "/"}.get(entry.kind, f"  ({entry.kind}, not followed)")
+                found.append(entry.path + mark) if len(found) < MAX_FOUND else None
+                more += 1
+        if not found:
+            return f"Nothing matches {pattern}."
+        return "\n".join(found) + (f"\n[{more - MAX_FOUND} more]" if more > MAX_FOUND else "")
+
+    @_tool
+    def grep(self, pattern: str, files: str = "**") -> str:
+        """
+        Find the lines of text files that match a regular expression.
+
+        Args:
+            pattern: A Python regular expression.
+            files: Which files to search, such as **/*.py.
+
+        Returns:
+            The lines, each as `path:number: text`.
+        """
+        wanted, deadline = _pattern(files, "files pattern"), time.monotonic() + GREP_SECONDS
+        if not pattern or len(pattern) > 1000:
+            raise WorkspaceError("The regular expression is empty or too long.", "give a short one.")
+        try:
+            expression = regex.compile(pattern)
+        except (regex.error, RecursionError, OverflowError) as error:
+            hint = f"put a backslash before characters meant literally: {re.escape(pattern)!r}."
+            raise WorkspaceError(f"{pattern!r} is no regular expression: {error}.", hint) from error
+        found, skipped, characters = [], 0, 0
+        for entry, folder, name in self._entries(files):
+            if entry.kind != "file" or not matches(entry.path, wanted):
+                continue
+            if entry.size > MAX_FILE_BYTES:
+                skipped += 1
+                continue
+            with self.workspace.open_file(folder, name, entry.path) as stream:
+                data = stream.read(MAX_FILE_BYTES)
+            if b"\0" in data[:8192]:
+                skipped += 1
+                continue
+            for number, line in enumerate(data.decode("utf-8", "backslashreplace").split("\n"), 1):
+                if _hit(expression, line[:20_000], deadline):
+                    row = f"{entry.path}:{number}: {line[:_WIDTH].rstrip()}"
+                    characters += len(row)
+                    if len(found) == MAX_FOUND or characters > MAX_CHARACTERS:
+                        return "\n".join([*found, "[there are more: narrow the pattern or the files]"])
+                    found.append(row)
+        note = f"\n[{skipped} binary or very large files were not searched]" if skipped else ""
+        return ("\n".join(found) or f"No line matches {pattern} in {files}.") + note
+
+    @_tool
+    def shell(self, command: str, seconds: int = 60) -> str:
+        """
+        Run a shell command in the working folder, after a person has approved it. There is no network.
+
+        Args:
+            command: The command line.
+            seconds: The time it may take, at most 600.
+
+        Returns:
+            What it wrote.
+        """
+        if self._shell is None:
+            raise WorkspaceError("There is no shell here.", "use the other tools.")
+        if not 1 <= seconds <= 600:
+            raise WorkspaceError(f"`seconds` is {seconds}.", "give 1 to 600.")
+        return self._shell.run(command, seconds, MAX_CHARACTERS)
+
+    @_tool
+    def _plan_write(self, path: str, text: str) -> Change:
+        data, before, said = encoded(text, "text"), None, "Made"
+        if self.workspace.exists(path):
+            said = "Replaced all of"
+            # It may be replaced whatever it holds; what is no text is shown as well as can be.
+            before = self.workspace.read(path).decode("utf-8", "backslashreplace")
+        return Change(path, before, text, f"{said} {path}: {len(data)} bytes.")
+
+    @_tool
+    def _plan_edit(self, path: str, old: str, new: str) -> Change:
+        encoded(old, "text `old`"), encoded(new, "text `new`")
+        before = self._editable(path)
+        after, line = exact_edit(before, old, new, path)
+        return Change(path, before, after, f"Edited {path} at line {line}.")
+
+    @_tool
+    def _plan_lines(self, path: str, first: int, last: int, text: str) -> Change:
+        encoded(text, "text")
+        before = self._editable(path)
+        after = line_edit(before, first, last, text, path)
+        return Change(path, before, after, f"Edited {path}: it has {after.count(chr(10))} line ends now.")
+
+    def _editable(self, path: str) -> str:
+        text = decoded(self.workspace.read(path), path)
+        self.workspace.exists(path)  # an error if it is write-protected
+        return text
+
+    def _do(self, change: Change) -> str:
+        self.workspace.write(change.path, encoded(change.after, "file"))
+        return change.said
+
+    def _entries(self, pattern: str) -> Iterator[tuple[Entry, int, str]]:
+        hidden = any(part.startswith(".") for part in pattern.split("/"))
+        for number, found in enumerate(self.workspace.walk(hidden)):
+            if number == MAX_ENTRIES:
+                raise WorkspaceError(
+                    f"The folder holds more than {MAX_ENTRIES} files.", "start the session in a smaller folder."
+                )
+            yield found
+
+
+def _pattern(pattern: str, what: str) -> list[str]:
+    parts = split_path(pattern, what)
+    if not parts:
+        raise WorkspaceError(f"The {what} {pattern!r} names the folder itself.", "use `*` for what lies in it.")
+    return parts
+
+
+def _hit(expression: Any, line: str, deadline: float) -> bool:
+    left = deadline - time.monotonic()
+    try:
+        if left <= 0:
+            raise TimeoutError
+        return expression.search(line, timeout=left) is not None
+    except TimeoutError:
+        raise WorkspaceError(
+            f"The search took more than {GREP_SECONDS:g} seconds.", "use a simpler expression, or fewer files."
+        ) from None
+
+
+def workspace_tools(
+    folder: str | Path, *, approve: Callable[[str], bool] | None = None, unsafe_shell: bool = False
+) -> list[Callable[..., str]]:
+    """
+    Tools confined to a folder, for `OnlineSession(tools=...)` or `GRPOTrainer(tools=...)`.
+
+    Args:
+        folder (`str` or `Path`): What they may read and write; nothing else.
+        approve (`Callable[[str], bool]`, *optional*): Whether a shell command may run; it is asked each time. Without
+            it there is no shell among the tools.
+        unsafe_shell (`bool`): Approved commands run without bubblewrap.
+
+    Raises:
+        `FileNotFoundError`, `NotADirectoryError`: there is no such folder.
+        `ValueError`: `unsafe_shell` without `approve`, or the folder is the root of the file system.
+        [`~sdpo_trl.environments.SandboxUnavailable`]: a shell is wanted, and bubblewrap is missing.
+    """
+    if unsafe_shell and approve is None:
+        raise ValueError("`unsafe_shell=True` without `approve=` has no effect: without it there is no shell.")
+    workspace = Workspace(folder)
+    shell = None if approve is None else Shell(workspace, approve, unsafe=unsafe_shell)
+    return WorkspaceTools(workspace, shell).functions()
