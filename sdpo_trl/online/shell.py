@@ -96,8 +96,8 @@ class Shell:
         if trial.out != _READY + b"42\n":
             said = (trial.err or trial.out).decode("utf-8", "replace").strip()
             raise SandboxUnavailable(
-                f"A trial command failed under bubblewrap: {said}. In a container, unprivileged user namespaces may be "
-                "switched off (Docker: `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`)."
+                f"A trial command failed under bubblewrap: {said}. In a container, unprivileged user namespaces may "
+                "be switched off (Docker: `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`)."
             )
 
     def run(self, command: str, seconds: int, characters: int) -> str:

@@ -123,7 +123,8 @@ def numbered(text: str, first: int, lines: int, characters: int, width: int) -> 
 
 def exact_edit(text: str, old: str, new: str, path: str) -> tuple[str, int]:
     """
-    Replace the one place where `old` stands. In a file whose lines all end in CRLF, `old` and `new` may have line feeds.
+    Replace the one place where `old` stands. In a file whose lines all end in CRLF, `old` and `new` may have line
+    feeds alone.
 
     Returns:
         The new text and the number of the first line of that place.
