@@ -27,10 +27,10 @@ _WIDTH = 500  # characters of a line that are shown
 
 
 def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrong arguments, as a model may write them, become errors with a hint."""
-    signature = inspect.signature(function)
+    """Wrong arguments, as a model may write them, become errors with a hint. `_plan_x` goes by the name of `x`."""
+    signature, tool = inspect.signature(function), function.__name__.removeprefix("_plan_")
     wanted = {name: value for name, value in signature.parameters.items() if name != "self"}
-    usage = f"{function.__name__} takes " + ", ".join(
+    usage = f"{tool} takes " + ", ".join(
         f"{name} ({value.annotation.__name__}{'' if value.default is value.empty else ', optional'})"
         for name, value in wanted.items()
     )
@@ -40,11 +40,11 @@ def _tool(function: Callable[..., Any]) -> Callable[..., Any]:
         try:
             bound = signature.bind(self, *args, **kwargs)
         except TypeError as error:
-            raise WorkspaceError(f"{function.__name__}: {error}.", f"{usage}.") from None
+            raise WorkspaceError(f"{tool}: {error}.", f"{usage}.") from None
         for name, value in bound.arguments.items():
             if name != "self" and type(value) is not wanted[name].annotation:
                 kind = "null" if value is None else type(value).__name__
-                raise WorkspaceError(f"{function.__name__}: `{name}` is of type {kind}.", f"{usage}.")
+                raise WorkspaceError(f"{tool}: `{name}` is of type {kind}.", f"{usage}.")
         return function(*bound.args, **bound.kwargs)
 
     return checked
@@ -81,9 +81,8 @@ class WorkspaceTools:
         Raises:
             [`WorkspaceError`]: the call would fail with this error.
         """
-        plan = {
-            "write_file": self._plan_write, "edit_file": self._plan_edit, "edit_lines": self._plan_lines,
-        }.get(call["name"])  # fmt: skip
+        plans = (self._plan_write_file, self._plan_edit_file, self._plan_edit_lines)
+        plan = {plan.__name__.removeprefix("_plan_"): plan for plan in plans}.get(call["name"])
         if plan is None:
             return None
         arguments = call["arguments"]
@@ -133,7 +132,7 @@ class WorkspaceTools:
         Returns:
             What was done.
         """
-        return self._do(self._plan_write(path=path, text=text))
+        return self._do(self._plan_write_file(path=path, text=text))
 
     @_tool
     def edit_file(self, path: str, old: str, new: str) -> str:
@@ -148,7 +147,7 @@ class WorkspaceTools:
         Returns:
             What was done.
         """
-        return self._do(self._plan_edit(path=path, old=old, new=new))
+        return self._do(self._plan_edit_file(path=path, old=old, new=new))
 
     @_tool
     def edit_lines(self, path: str, first: int, last: int, text: str) -> str:
@@ -164,7 +163,7 @@ class WorkspaceTools:
         Returns:
             What was done.
         """
-        return self._do(self._plan_lines(path=path, first=first, last=last, text=text))
+        return self._do(self._plan_edit_lines(path=path, first=first, last=last, text=text))
 
     @_tool
     def glob(self, pattern: str) -> str:
@@ -249,8 +248,8 @@ class WorkspaceTools:
         return self._shell.run(command, seconds, MAX_CHARACTERS)
 
     @_tool
-    def _plan_write(self, path: str, text: str) -> Change:
-        data, before, said = encoded(text, "text"), None, "Made"
+    def _plan_write_file(self, path: str, text: str) -> Change:
+        data, before, said = self._small(text), None, "Made"
         if self.workspace.exists(path):
             said = "Replaced all of"
             # It may be replaced whatever it holds; what is no text is shown as well as can be.
@@ -258,18 +257,28 @@ class WorkspaceTools:
         return Change(path, before, text, f"{said} {path}: {len(data)} bytes.")
 
     @_tool
-    def _plan_edit(self, path: str, old: str, new: str) -> Change:
+    def _plan_edit_file(self, path: str, old: str, new: str) -> Change:
         encoded(old, "text `old`"), encoded(new, "text `new`")
         before = self._editable(path)
         after, line = exact_edit(before, old, new, path)
+        self._small(after)
         return Change(path, before, after, f"Edited {path} at line {line}.")
 
     @_tool
-    def _plan_lines(self, path: str, first: int, last: int, text: str) -> Change:
+    def _plan_edit_lines(self, path: str, first: int, last: int, text: str) -> Change:
         encoded(text, "text")
         before = self._editable(path)
         after = line_edit(before, first, last, text, path)
+        self._small(after)
         return Change(path, before, after, f"Edited {path}: it has {after.count(chr(10))} line ends now.")
+
+    @staticmethod
+    def _small(text: str) -> bytes:
+        """The bytes of a file, if they are few enough."""
+        data = encoded(text, "text")
+        if len(data) > MAX_FILE_BYTES:
+            raise WorkspaceError(f"That is more than {MAX_FILE_BYTES >> 20} MiB.", "write a smaller file.")
+        return data
 
     def _editable(self, path: str) -> str:
         text = decoded(self.workspace.read(path), path)

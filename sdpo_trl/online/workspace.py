@@ -164,8 +164,6 @@ class Workspace:
         parts = self._file_parts(path)
         if any(part.lower() == ".git" for part in parts):
             raise WorkspaceError(f"`{path}` is of git's own.", "leave `.git` alone; ask the user.")
-        if len(data) > MAX_FILE_BYTES:
-            raise WorkspaceError(f"That is more than {MAX_FILE_BYTES >> 20} MiB.", "write a smaller file.")
         with self._open_folder(parts[:-1], path, create=True) as folder, _explained(path):
             old = self._writable(folder, parts[-1], path)
             temporary = f".{secrets.token_hex(8)}.tmp"
