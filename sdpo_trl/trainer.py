@@ -68,6 +68,7 @@ class SDPOTrainer(LossTrainer):
         `NotImplementedError`: FSDP1, or forms of ZeRO-3 whose weights a teacher's could not replace.
     """
 
+    _teacher_pass_type = TeacherPass
     _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
     _name = "SDPO"
     _paper = {  # noqa: RUF012 - as TRL declares it
@@ -158,7 +159,7 @@ class SDPOTrainer(LossTrainer):
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
-        self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
+        self._teacher_pass = self._teacher_pass_type(self, self._teacher, teacher_tap, once)
         self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
         limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
         self._prompt_builder = TeacherPromptBuilder(self, limit)
