@@ -238,8 +238,10 @@ def test_no_command_runs_without_a_yes_of_its_own(place):
     with approval.granting(command):
         refused("echo other")  # which also uses the yes up
         refused()
-    with approval.granting(None):
+    with approval.granting():
         refused()
+    with approval.granting("true", command):
+        refused()  # out of order
     with approval.granting(command):
         shell(command)
         refused()
@@ -250,6 +252,17 @@ def test_no_command_runs_without_a_yes_of_its_own(place):
             functions(place, approve=lambda text, answer=answer: answer)["shell"](command)
     assert (place / "sub" / "ran.txt").read_text() == "ran\n"
     assert "shell" not in functions(place)
+
+
+@needs_bwrap
+def test_a_command_can_be_stopped(place):
+    shell = Shell(Workspace(place), lambda text: True)
+    threading.Timer(0.3, shell.stop).start()
+    start = time.monotonic()
+    with pytest.raises(WorkspaceError, match=r"^begun\nIt was stopped\. Hint:"):
+        shell.run("echo begun; sleep 20", 20, 1000)
+    assert time.monotonic() - start < 5
+    assert shell.run("echo next", 20, 1000) == "next"
 
 
 def test_without_bubblewrap_a_shell_is_refused_or_asked_for_as_unsafe(place, monkeypatch):

@@ -8,8 +8,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..environments.confinement import base_python, system_call_filter, system_folders
 from ..environments.sandbox import INSTALL, SandboxUnavailable
@@ -27,7 +28,7 @@ exec "$0" -c "$1"
 
 class Approval:
     """
-    A yes that is good for one command, once: what [`Shell`] asks where a person has just seen the command.
+    A yes for some commands, each once and in order: what [`Shell`] asks where a person has just seen them.
 
         approval = Approval()
         tools = workspace_tools(folder, approve=approval)
@@ -36,20 +37,23 @@ class Approval:
     """
 
     def __init__(self) -> None:
-        self._granted: str | None = None
+        self._granted: list[str] = []
 
     @contextlib.contextmanager
-    def granting(self, command: str | None):
-        """Within, this command may run once; `None`: none may."""
-        self._granted = command
+    def granting(self, *commands: str) -> Iterator[None]:
+        """Within, each of these commands may run once. The first other one that is asked for ends that."""
+        self._granted = list(commands)
         try:
             yield
         finally:
-            self._granted = None
+            self._granted = []
 
     def __call__(self, command: str) -> bool:
-        granted, self._granted = self._granted, None
-        return granted is not None and granted == command
+        if not self._granted or self._granted[0] != command:
+            self._granted = []
+            return False
+        del self._granted[0]
+        return True
 
 
 class Shell:
@@ -84,6 +88,7 @@ class Shell:
         self._unsafe = unsafe
         self._read_only = [os.path.realpath(folder) for folder in read_only]
         self._output_bytes = output_bytes
+        self._stop = threading.Event()
         if unsafe:
             warnings.warn(
                 "Approved commands run without a sandbox (`unsafe=True`): they can do what this user can.",
@@ -122,15 +127,17 @@ class Shell:
             raise WorkspaceError(
                 "The command was not approved, and nothing ran.", "a person must see and approve each command first."
             )
+        self._stop.clear()
         watched = self._started(command, seconds)
-        if watched.out[:1] != _READY:
+        if watched.out[:1] != _READY and watched.ending != "stop":
             said = bytes(watched.err or watched.out).decode("utf-8", "replace").strip()
             raise WorkspaceError(f"The sandbox could not start the command: {said}", "try again, or ask the user.")
         output = bytes(watched.out[1 : 1 + self._output_bytes]).decode("utf-8", "replace")
         output = cut_middle(output.rstrip("\n"), characters)
         endings = {
             "wall": (f"It was killed after {seconds} seconds.", "give more `seconds`, or a quicker command."),
-            "cpu": (f"It was killed after {seconds} seconds of processor time.", "give a quicker command."),
+            "cpu": (f"It was killed after {4 * seconds} seconds of processor time.", "give a quicker command."),
+            "stop": ("It was stopped.", "ask the user why."),
             "output": (f"It wrote more than {self._output_bytes} bytes.", "let it write less, say with `| head`."),
         }
         if watched.ending in endings:
@@ -140,8 +147,12 @@ class Shell:
             raise WorkspaceError(f"{output}\nExit status {watched.code}.".lstrip(), "read what it wrote.")
         return output or "(no output)"
 
+    def stop(self) -> None:
+        """End the command that runs now; from a signal handler or another thread."""
+        self._stop.set()
+
     def _started(self, command: str, seconds: float) -> Watched:
-        supervisor = Supervisor(seconds, 4 * seconds, self._output_bytes)
+        supervisor = Supervisor(seconds, 4 * seconds, self._output_bytes, stop=self._stop)
         folder = str(self._workspace.path)
         shell = ["/bin/sh", "-c", _PRELUDE, "/bin/sh", command]
         if self._unsafe:
@@ -178,6 +189,10 @@ class Shell:
             if os.path.isdir(path) and not path.startswith("/usr/"):
                 line += ["--ro-bind", path, path]
         line += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--bind", folder, folder]
+        for closed in self._workspace.closed:
+            path = os.path.join(folder, *closed)
+            if os.path.isdir(path) and os.path.realpath(path) == path:
+                line += ["--tmpfs", path, "--remount-ro", path]
         line += ["--remount-ro", "/", "--chdir", folder]
         return [*line, "--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--"]
 

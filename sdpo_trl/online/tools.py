@@ -68,6 +68,11 @@ class WorkspaceTools:
         every = [self.read_file, self.write_file, self.edit_file, self.edit_lines, self.glob, self.grep]
         return every if self._shell is None else [*every, self.shell]
 
+    def stop(self) -> None:
+        """End the shell command that runs now, if one does."""
+        if self._shell is not None:
+            self._shell.stop()
+
     def preview(self, call: dict[str, Any]) -> str | None:
         """
         What a call would change, as a unified diff, without doing it.

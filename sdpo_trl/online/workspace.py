@@ -13,7 +13,7 @@ import secrets
 import stat
 import unicodedata
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +105,7 @@ class Workspace:
     Args:
         folder (`str` or `Path`): An existing folder, not the root of the file system. It is opened once: if it is
             moved, the same folder goes on being used.
+        closed (`Sequence[str]`): Paths in it that nobody may look into, such as where the session keeps its own files.
 
     Raises:
         `NotADirectoryError`, `FileNotFoundError`: it is no folder.
@@ -112,12 +113,13 @@ class Workspace:
         `NotImplementedError`: the system cannot open a name relative to an open folder.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, closed: Sequence[str] = ()) -> None:
         if os.open not in os.supports_dir_fd or os.stat not in os.supports_follow_symlinks:
             raise NotImplementedError("A working folder needs a system with `openat` (Linux, macOS).")
         self.path = Path(folder).resolve(strict=True)
         if self.path == Path(self.path.anchor):
             raise ValueError("The whole file system cannot be a working folder. Give a folder in it.")
+        self.closed = [split_path(path) for path in closed]
         self._root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._root)
 
@@ -192,9 +194,10 @@ class Workspace:
             hidden (`bool`): Also what begins with a dot.
         """
         for top, folders, files, descriptor in os.fwalk(".", follow_symlinks=False, dir_fd=self._root):
-            if not hidden:
-                folders[:] = [name for name in folders if not name.startswith(".")]
-            folders.sort()
+            above = [part for part in top.split("/") if part != "."]
+            folders[:] = sorted(
+                name for name in folders if (hidden or name[0] != ".") and [*above, name] not in self.closed
+            )
             for name in sorted([*folders, *files]):
                 if not hidden and name.startswith("."):
                     continue
@@ -235,6 +238,8 @@ class Workspace:
         parts = split_path(path)
         if not parts or path.endswith("/"):
             raise WorkspaceError(f"`{path}` names a folder.", "name a file in it; `glob` lists them.")
+        if any(parts[: len(closed)] == closed for closed in self.closed):
+            raise WorkspaceError(f"`{path}` is of the session's own files.", "leave them alone.")
         return parts
 
     @contextlib.contextmanager

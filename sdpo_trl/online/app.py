@@ -1,0 +1,210 @@
+"""The session in a terminal: what is typed, and what it does.
+
+Knows: keys, commands, prompts. Deliberately does not know: how a model learns, how things are drawn.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import InMemoryHistory
+from rich.console import Console
+from rich.padding import Padding
+
+from . import terminal
+from .desk import Desk
+from .editing import EditError, edit_calls, run_editor
+from .records import ContextTooLong, SessionError
+from .talk import Stopped, Talk
+
+HELP = """\
+while a call or an answer waits:
+  y              yes: run it, let the model go on
+  n REASON       no: the model learns from the reason at once, and tries again
+  e              edit the arguments (or the answer) in $EDITOR; the model learns to prefer yours
+  (an answer without a call is also accepted by typing what you say next)
+at any time:
+  /retry         another answer         /learn         learn from what was denied so far
+  /deny REASON   deny the answer before /undo          take the last update back
+  /changes       what it changed        /teacher       what the teacher was told
+  /metrics       the updates so far     /history       the conversation, numbered
+  /drop N        take turn N out        /clear         start the conversation anew
+  /save [FOLDER] save                   /quit, Ctrl-D  save and leave
+Ctrl-C stops an answer or a command, not the program."""
+
+
+class App(Talk):
+    """
+    A person's session.
+
+    Args:
+        desk ([`Desk`]): With its session.
+        save_to (`Path`): Where the session is saved.
+        screen (`Console`): See [`~sdpo_trl.online.terminal.console`].
+        title (`str`): What is shown at the start.
+        editor (`Callable[[str, str], str]`): Lets a person change a text; see [`run_editor`].
+        streams (`dict`): `input` and `output` for prompt_toolkit, by default the terminal's.
+    """
+
+    def __init__(
+        self,
+        desk: Desk,
+        save_to: Path,
+        screen: Console,
+        *,
+        title: str = "",
+        editor: Callable[[str, str], str] = run_editor,
+        **streams: Any,
+    ) -> None:
+        super().__init__(desk, screen)
+        self.save_to = save_to
+        self._title = title
+        self._editor = editor
+        self._asked: PromptSession = PromptSession(
+            history=InMemoryHistory(),
+            completer=WordCompleter(list(self._commands()), sentence=True),
+            complete_while_typing=False,
+            bottom_toolbar=self._toolbar,
+            **streams,
+        )
+
+    def run(self) -> int:
+        """Until the person leaves. Returns the exit status."""
+        self.tell(f"{self._title}\n/help tells what can be typed.", "dim")
+        if self.session.pending is not None:
+            self.tell("The session goes on where it was left.", "dim")
+            self.screen.print(terminal.text_of(self.session.pending.text))
+            self.show(self.session.pending)
+        while True:
+            try:
+                line = self._asked.prompt(self._label()).strip()
+            except KeyboardInterrupt:
+                self.tell("Ctrl-D or /quit leaves; /help tells the rest.", "dim")
+                continue
+            except EOFError:
+                line = "/quit"
+            try:
+                if line == "/quit":
+                    self.save(self.save_to)
+                    return 0
+                self.take(line)
+            except Stopped:
+                self.tell("stopped", "dim")
+            except ContextTooLong as error:
+                drop = "" if error.turn is None else f" `/drop {error.turn}` takes a turn out, `/clear` all of them."
+                self.problem(f"{error}{drop}")
+            except (SessionError, EditError, OSError) as error:
+                self.problem(str(error))
+
+    def take(self, line: str) -> None:
+        """What one typed line does."""
+        word, _, rest = line.partition(" ")
+        if line.startswith("/"):
+            self._command(word, rest.strip())
+        elif self.session.pending is not None:
+            self._answer(line, word, rest.strip())
+        elif line:
+            self.session.say(line)
+            self.respond()
+
+    def _answer(self, line: str, word: str, rest: str) -> None:
+        """A line while a reply waits."""
+        pending = self.session.pending
+        if line == "y":
+            self._approve()
+        elif line == "n" and self.edited is not None:
+            self.edited = None
+            self.tell("Your version is dropped; the model's own waits again.", "dim")
+            self.show(pending)
+        elif word == "n":
+            self._deny(rest)
+        elif line == "e":
+            self._edit()
+        elif line and not pending.calls and not pending.error and self.edited is None:
+            self._approve()
+            self.take(line)
+        else:
+            self.tell("y: run it. n REASON: deny it. e: edit it. /help: the rest.", "dim")
+
+    def _commands(self) -> dict[str, Callable[[str], None]]:
+        return {
+            "/help": lambda rest: self.tell(HELP),
+            "/metrics": lambda rest: self.metrics(),
+            "/history": lambda rest: self.history(),
+            "/teacher": lambda rest: self.teacher(),
+            "/changes": lambda rest: self.changes(),
+            "/learn": lambda rest: self.learn(),
+            "/retry": lambda rest: self.respond(self.session.retry),
+            "/undo": lambda rest: self.undo(),
+            "/clear": lambda rest: self.clear(),
+            "/deny": self._deny,
+            "/drop": self._drop,
+            "/save": lambda rest: self.save(Path(rest) if rest else self.save_to),
+            "/quit": lambda rest: None,
+        }
+
+    def _command(self, word: str, rest: str) -> None:
+        commands = self._commands()
+        if word not in commands:
+            raise SessionError(f"There is no command {word}. `/help` lists them.")
+        if rest and word not in ("/deny", "/drop", "/save"):
+            raise SessionError(f"{word} takes nothing after it.")
+        commands[word](rest)
+
+    def _approve(self) -> None:
+        """Run it; after a tool, the model goes on."""
+        learns = self.edited is not None
+        observations = self.approve()
+        if learns:
+            self.learn()
+        if observations:
+            self.respond()
+
+    def _deny(self, reason: str) -> None:
+        """The model learns at once, and tries again."""
+        if not reason:
+            try:
+                reason = self._asked.prompt("what should it have done? > ").strip()
+            except (KeyboardInterrupt, EOFError):
+                self.tell("nothing was denied", "dim")
+                return
+        self.session.deny(reason or None)
+        self.edited = None
+        self.learn()
+        self.respond(self.session.retry)
+
+    def _drop(self, rest: str) -> None:
+        if not rest.isdecimal():
+            raise SessionError("Say which turn: `/drop N`. `/history` numbers them.")
+        self.drop(int(rest))
+
+    def _edit(self) -> None:
+        reply = self.session.pending
+        if reply.calls:
+            calls = [look.call for look in self.edited] if isinstance(self.edited, list) else list(reply.calls)
+            changed = edit_calls(calls, self._editor)
+            self.edited = self.edited if changed is None else self.desk.looks(changed)
+        else:
+            text = self._editor(reply.text, ".md").rstrip("\n")
+            self.edited = text if text.strip() and text != reply.text.rstrip("\n") else self.edited
+        if self.edited is None:
+            self.tell("nothing was changed", "dim")
+        elif isinstance(self.edited, str):
+            self.screen.print(Padding(terminal.text_of(self.edited), (0, 0, 0, 2)))
+        else:
+            self.show_looks(self.edited)
+
+    def _label(self) -> str:
+        if self.edited is not None:
+            return "yours: y/n/e > "
+        pending = self.session.pending
+        if pending is None:
+            return "you > "
+        return "y/n/e > " if pending.calls or pending.error else "y/n/e or you > "
+
+    def _toolbar(self) -> str:
+        used, limit = self.session.context
+        of = "" if limit is None else f" of {limit}"
+        return f" updates {self.session.updates} | context {used}{of} tokens | teacher {self.session.teacher} | /help "

@@ -1,0 +1,227 @@
+"""How a session looks in a terminal.
+
+Knows: records, diffs, colours, and that nothing which a model or a tool wrote may speak to the terminal. Deliberately
+does not know: sessions, keys, what happens next. All text goes through [`plain`], and none is read as markup.
+"""
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from .records import Attempt, AttemptChange, Call, Message, Observation, TokenChange
+
+MAX_LINES = 60  # of a diff or an observation that are shown
+_HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+
+
+def plain(text: str) -> str:
+    """
+    A text that a terminal shows as it is: control characters (escape sequences begin with one), directions of writing,
+    invisible characters and what is no text become `\\xNN` or `\\uNNNN`; line feeds and tabs stay.
+    """
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) not in _HIDDEN else _escaped(character)
+        for character in text
+    )
+
+
+def hidden(text: str) -> bool:
+    """Whether [`plain`] would change a text."""
+    return plain(text) != text
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 65536 else f"\\U{number:08x}"
+
+
+def console(**options: Any) -> Console:
+    """A console that reads no markup, draws no pictures for `:names:` and colours nothing by itself."""
+    return Console(**{"markup": False, "emoji": False, "highlight": False, **options})
+
+
+def text_of(words: str, style: str | Style = "") -> Text:
+    """Words of a model or a tool, safe to print."""
+    return Text(plain(words), style=style)
+
+
+def cut(lines: Sequence[str], limit: int = MAX_LINES) -> list[str]:
+    """The first lines and the last ones, and how many stand between."""
+    if len(lines) <= limit:
+        return list(lines)
+    tail = limit // 4
+    left = len(lines) - limit + 1
+    return [*lines[: limit - tail - 1], f"[... {left} more lines ...]", *lines[len(lines) - tail :]]
+
+
+def diff_view(diff: str) -> Text:
+    """A unified diff in colours; white space at a line's end is shown."""
+    shown = Text()
+    for number, line in enumerate(cut(diff.rstrip("\n").split("\n"))):
+        sign = line[:1] if number > 1 else ""
+        style = {"+": "green", "-": "red", "@": "cyan"}.get(sign, "bold" if number < 2 else "")
+        body = line.rstrip(" \t")
+        shown.append(plain(body), style=style)
+        if sign == "+" and len(body) < len(line):
+            shown.append("·" * (len(line) - len(body)), style="green reverse")
+        shown.append("\n")
+    shown.rstrip()
+    return shown
+
+
+def call_view(call: Call, diff: str | None, problem: str | None, number: int, total: int) -> RenderableType:
+    """
+    A tool call before it runs.
+
+    Args:
+        call ([`Call`]): The call.
+        diff (`str`, *optional*): What it would change; `None`: it writes no file itself.
+        problem (`str`, *optional*): Why it would fail.
+        number, total (`int`): Which of the reply's calls, from 1.
+    """
+    head = Text("tool call", style="bold yellow")
+    if total > 1:
+        head.append(f" {number} of {total}")
+    head.append(f"  {plain(call.name)}", style="bold")
+    rows: list[RenderableType] = [head]
+    for name, value in arguments_of(call).items():
+        if diff and name != "path":
+            continue  # the diff says it better
+        shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        lines = cut(shown.split("\n"), 12)
+        rows.append(Padding(text_of(f"{name}: " + "\n  ".join(lines)), (0, 0, 0, 2)))
+    if diff:
+        rows.append(Padding(diff_view(diff), (0, 0, 0, 2)))
+    elif diff == "" and problem is None:
+        rows.append(Text("  changes nothing", style="dim"))
+    if problem is not None:
+        rows.append(Padding(text_of(f"would fail: {problem}", "red"), (0, 0, 0, 2)))
+    return Group(*rows)
+
+
+def arguments_of(call: Call) -> dict[str, Any]:
+    """A call's arguments by name, also where a model wrote something else."""
+    return call.arguments if isinstance(call.arguments, dict) else {"arguments": call.arguments}
+
+
+def observation_view(observation: Observation) -> Text:
+    """What a tool replied."""
+    shown = Text("tool reply " if observation.ok else "tool failed ", style="bold yellow" if observation.ok else "red")
+    lines = cut(observation.text.split("\n"), 20)
+    shown.append(plain("\n  ".join([observation.call.name, *lines])), style="dim")
+    return shown
+
+
+def metrics_view(metrics: Sequence[dict[str, float]], last: int = 10) -> Table:
+    """The latest updates, one a row."""
+    names = ["loss", "grad_norm", "seconds", "sdpo/divergence", "sdpo/gain", "sdpo/anchor"]
+    rows = list(enumerate(metrics, 1))[-last:]
+    present = [name for name in names if any(name in row for _, row in rows)]
+    table = Table(box=None, pad_edge=False)
+    for name in ("update", *(name.removeprefix("sdpo/") for name in present)):
+        table.add_column(name, justify="right")
+    for number, row in rows:
+        table.add_row(str(number), *(_number(row.get(name)) for name in present))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def taught_view(attempts: Iterable[Attempt]) -> Group:
+    """What the teacher was told about each denied answer."""
+    rows: list[RenderableType] = []
+    for number, attempt in enumerate(attempts, 1):
+        rows.append(Text(f"attempt {number}", style="bold"))
+        parts = {
+            "answer": attempt.reply.text, "correction": attempt.feedback, "tool": attempt.environment_feedback,
+            "demonstration": attempt.solution,
+        }  # fmt: skip
+        for name, words in parts.items():
+            if words is not None:
+                body = "\n    ".join(cut(words.strip("\n").split("\n"), 20))
+                rows.append(Text.assemble((f"  {name}: ", "bold"), plain(body)))
+    return Group(*rows)
+
+
+def history_view(messages: Sequence[Message]) -> Group:
+    """The conversation, one turn a line."""
+    rows = []
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        content = message.get("content") or ""
+        words = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+        words = " ".join([words, *(json.dumps(call["function"], ensure_ascii=False, default=str) for call in calls)])
+        words = plain(" ".join(words.split()))
+        rows.append(
+            Text.assemble((f"{number:3} {message['role']:9} ", "bold"), words, no_wrap=True, overflow="ellipsis")
+        )
+    return Group(*rows)
+
+
+def changes_view(changes: Sequence[AttemptChange], listed: int = 8) -> Group:
+    """
+    What the last update changed, token by token: the answer coloured by how its probability moved, and the tokens on
+    which it moved most.
+    """
+    rows: list[RenderableType] = []
+    for number, change in enumerate(changes, 1):
+        head = "what the correction changed" + (f", attempt {number}" if len(changes) > 1 else "")
+        answer = Text()
+        for token in change.tokens:
+            answer.append(_visible(token.text), style=_colour(token.after - token.before))
+        rows += [Text(head, style="bold"), Padding(answer, (0, 0, 0, 2))]
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name, side in [("  token", "left"), ("before", "right"), ("after", "right"), ("teacher", "right"),
+                           ("wanted", "left")]:  # fmt: skip
+            table.add_column(name, justify=side)
+        ordered = sorted(range(len(change.tokens)), key=lambda i, tokens=change.tokens: -_moved(tokens[i]))
+        for index in sorted(ordered[:listed]):
+            token = change.tokens[index]
+            colour = _colour(token.after - token.before)
+            shares = [f"{math.exp(value):.3f}" for value in (token.before, token.after, token.teacher)]
+            table.add_row(Text("  ").append(_visible(token.text), colour), *shares, _visible(token.wanted))
+        rows.append(table)
+        if len(change.tokens) > listed:
+            rest = len(change.tokens) - listed
+            rows.append(Text(f"  probabilities; {rest} tokens that moved less are left out", style="dim"))
+    return Group(*rows)
+
+
+def _moved(token: TokenChange) -> float:
+    return abs(math.exp(token.after) - math.exp(token.before))
+
+
+def _visible(token: str) -> str:
+    """A token in one line, its white space marked where it is all there is."""
+    shown = plain(token).replace("\n", "⏎").replace("\t", "⇥")
+    return shown if shown.strip() else shown.replace(" ", "·")
+
+
+def _colour(change: float) -> str:
+    """Red: less likely than before. Green: likelier. Bold from a factor of e on."""
+    if abs(change) < 0.05:
+        return ""
+    return ("bold " if abs(change) >= 1 else "") + ("red" if change < 0 else "green")
+
+
+def progress_line(screen: Console) -> Progress:
+    """One line that shows where an update stands, and its time; it goes away at the end."""
+    columns = TextColumn("learning"), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn()
+    return Progress(*columns, console=screen, transient=True)
+
+
+def learned(metrics: dict[str, float], updates: int) -> str:
+    """An update in one line."""
+    parts = [f"{name} {_number(metrics[key])}" for name, key in [("loss", "loss"), ("s", "seconds")] if key in metrics]
+    return f"learned: update {updates}, {', '.join(parts)}"
