@@ -192,7 +192,7 @@ class App(Talk):
         if self.edited is None:
             self.tell("nothing was changed", "dim")
         elif isinstance(self.edited, str):
-            self.screen.print(Padding(terminal.text_of(self.edited), (0, 0, 0, 2)))
+            self.screen.print(Padding(terminal.text_of(self.edited), (0, 0, 0, 2), expand=False))
         else:
             self.show_looks(self.edited)
 

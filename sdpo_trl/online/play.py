@@ -26,10 +26,10 @@ class Player(Talk):
     Args:
         desk ([`Desk`]): With its session.
         screen (`Console`): The transcript goes there.
-        save_to (`Path`): For a `save` without a folder.
+        save_to (`Path`, *optional*): For a `save` without a folder.
     """
 
-    def __init__(self, desk: Desk, screen: Console, save_to: Path) -> None:
+    def __init__(self, desk: Desk, screen: Console, save_to: Path | None = None) -> None:
         super().__init__(desk, screen)
         self.save_to = save_to
 
@@ -115,7 +115,10 @@ class Player(Talk):
         self.drop(turn)
 
     def _do_save(self, folder: str | None) -> None:
-        self.save(self.save_to if folder is None else Path(folder))
+        where = self.save_to if folder is None else Path(folder)
+        if where is None:
+            raise SessionError("Say where: `save: FOLDER`, or `--save FOLDER` on the command line.")
+        self.save(where)
 
     def _do_metrics(self, _: None) -> None:
         self.metrics()

@@ -80,7 +80,7 @@ def load_script(path: str | Path) -> Script:
         `OSError`: the file cannot be read.
     """
     try:
-        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 - a `SafeLoader`
+        data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ScriptError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     except ScriptError as error:
@@ -101,9 +101,15 @@ def _known(where: str, given: Any, keys: Any) -> None:
             raise ScriptError(f"{where}: unknown key `{key}`; known are {', '.join(keys)}.")
 
 
-def _words(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
+def _text(where: str, value: Any) -> str:
+    if not isinstance(value, str):
         raise ScriptError(f"{where} should be text (in quotes, if it looks like a number or a date).")
+    return value
+
+
+def _words(where: str, value: Any) -> str:
+    if not _text(where, value).strip():
+        raise ScriptError(f"{where} is blank.")
     return value
 
 
@@ -181,7 +187,7 @@ _EXPECT = _form(
     {
         "tool": _name, "arguments": _fields, "text": _words, "not_text": _words, "matches": _expression,
         "error": _flag, "truncated": _flag, "pending": _flag, "observation": _words, "observation_ok": _flag,
-        "file": _form({"path": _words, "text": lambda where, value: value, "contains": _words, "exists": _flag}, "path"),
+        "file": _form({"path": _words, "text": _text, "contains": _words, "exists": _flag}, "path"),
         "updates": _count, "metrics": _metrics, "probability": _form({"of": _answer, **_RANGE}, "of"),
     }
 )  # fmt: skip
@@ -196,7 +202,7 @@ _WITH: dict[str, Callable[[str, Any], Any]] = {
     "edit": _answer,
     "drop": _count,
     "save": _words,
-    "file": _form({"path": _words, "text": _words}, "path", "text"),
+    "file": _form({"path": _words, "text": _text}, "path", "text"),
 }
 
 

@@ -98,13 +98,13 @@ def call_view(call: Call, diff: str | None, problem: str | None, number: int, to
             continue  # the diff says it better
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         lines = cut(shown.split("\n"), 12)
-        rows.append(Padding(text_of(f"{name}: " + "\n  ".join(lines)), (0, 0, 0, 2)))
+        rows.append(Padding(text_of(f"{name}: " + "\n  ".join(lines)), (0, 0, 0, 2), expand=False))
     if diff:
-        rows.append(Padding(diff_view(diff), (0, 0, 0, 2)))
+        rows.append(Padding(diff_view(diff), (0, 0, 0, 2), expand=False))
     elif diff == "" and problem is None:
         rows.append(Text("  changes nothing", style="dim"))
     if problem is not None:
-        rows.append(Padding(text_of(f"would fail: {problem}", "red"), (0, 0, 0, 2)))
+        rows.append(Padding(text_of(f"would fail: {problem}", "red"), (0, 0, 0, 2), expand=False))
     return Group(*rows)
 
 
@@ -162,10 +162,8 @@ def history_view(messages: Sequence[Message]) -> Group:
         content = message.get("content") or ""
         words = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
         words = " ".join([words, *(json.dumps(call["function"], ensure_ascii=False, default=str) for call in calls)])
-        words = plain(" ".join(words.split()))
-        rows.append(
-            Text.assemble((f"{number:3} {message['role']:9} ", "bold"), words, no_wrap=True, overflow="ellipsis")
-        )
+        words, role = plain(" ".join(words.split())), plain(message["role"])
+        rows.append(Text.assemble((f"{number:3} {role:9} ", "bold"), words, no_wrap=True, overflow="ellipsis"))
     return Group(*rows)
 
 
@@ -180,7 +178,7 @@ def changes_view(changes: Sequence[AttemptChange], listed: int = 8) -> Group:
         answer = Text()
         for token in change.tokens:
             answer.append(_visible(token.text), style=_colour(token.after - token.before))
-        rows += [Text(head, style="bold"), Padding(answer, (0, 0, 0, 2))]
+        rows += [Text(head, style="bold"), Padding(answer, (0, 0, 0, 2), expand=False)]
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name, side in [("  token", "left"), ("before", "right"), ("after", "right"), ("teacher", "right"),
                            ("wanted", "left")]:  # fmt: skip
