@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from ..batches import same_random_numbers
+from ..divergence import safe_log_softmax
 from ..files import attribute
 from ..teacher import evaluation_mode
 from ..trainer import SDPOTrainer
@@ -199,3 +201,12 @@ class OnlineTrainer(SDPOTrainer):
                 )
             values.append(scores[0].tolist())
         return values
+
+    @torch.no_grad()
+    def next_token(self, prompt: list[int]) -> torch.Tensor:
+        """Log-probabilities of the token after a prompt, `(V,)`, by the model as it is now."""
+        ids = torch.tensor([prompt], device=self.accelerator.device)
+        with evaluation_mode(self.model), self.accelerator.autocast(), self._tap.capture() as heads:
+            self.model(input_ids=ids, attention_mask=torch.ones_like(ids), fused_lm_head=True, labels=None)
+        head = replace(heads[0], hidden=heads[0].hidden[0, -1:])
+        return safe_log_softmax(head.logits(head.vocab_size))[0]
