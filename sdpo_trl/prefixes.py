@@ -113,6 +113,11 @@ class EncodedPrefixes:
         """The same without a graph."""
         return replace(self, layers=tuple((keys.detach(), values.detach()) for keys, values in self.layers))
 
+    def cache(self, group: Sequence[int]) -> DynamicCache:
+        """A fresh cache for rows that begin with these prefixes."""
+        chosen = torch.tensor(list(group), device=self.mask.device)
+        return DynamicCache(((keys[chosen], values[chosen]) for keys, values in self.layers), config=self.config)
+
     def continued(
         self,
         group: Sequence[int],
@@ -131,14 +136,13 @@ class EncodedPrefixes:
         """
         chosen = torch.tensor(list(group), device=self.mask.device)
         rest_ids, rest_mask = pad_left(rests, self.mask.device)
-        cache = DynamicCache(((k[chosen], v[chosen]) for k, v in self.layers), config=self.config)
         mask = torch.cat([self.mask[chosen], rest_mask, completion_mask], dim=1)
         return {
             "input_ids": torch.cat([rest_ids, completion_ids], dim=1),
             "attention_mask": mask,
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, self.mask.size(1) :],
             "use_cache": True,
-            self.argument: cache,
+            self.argument: self.cache(group),
         }
 
 
