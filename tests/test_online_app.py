@@ -77,7 +77,7 @@ def test_a_denial_is_learned_at_once_and_tried_again(folder, typed):
         ("say", "tidy up"), "respond", ("deny", "edit the line"), "learn", "retry", "respond", "approve", "respond",
     ]  # fmt: skip
     assert (folder / "notes.txt").read_text() == "one\nTWO\n"
-    assert "learned: update 1, loss 0.5, s 0.1" in shown
+    assert "learned: update 1, loss 0.5, 0.10 s" in shown
     assert "0.905" in shown and "0.082" in shown and "0.050" in shown  # before, after, teacher
 
 

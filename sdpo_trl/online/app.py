@@ -15,7 +15,7 @@ from rich.padding import Padding
 
 from . import terminal
 from .desk import Desk
-from .editing import EditError, edit_calls, run_editor
+from .editing import edit_calls, run_editor
 from .records import ContextTooLong, SessionError
 from .talk import Stopped, Talk
 
@@ -26,7 +26,7 @@ while a call or an answer waits:
   e              edit the arguments (or the answer) in $EDITOR; the model learns to prefer yours
   (an answer without a call is also accepted by typing what you say next)
 at any time:
-  /retry         another answer         /learn         learn from what was denied so far
+  /retry         let the model answer   /learn         learn from what was denied so far
   /deny REASON   deny the answer before /undo          take the last update back
   /changes       what it changed        /teacher       what the teacher was told
   /metrics       the updates so far     /history       the conversation, numbered
@@ -62,11 +62,12 @@ class App(Talk):
         self.save_to = save_to
         self._title = title
         self._editor = editor
+        self._status = ""
         self._asked: PromptSession = PromptSession(
             history=InMemoryHistory(),
             completer=WordCompleter(list(self._commands()), sentence=True),
             complete_while_typing=False,
-            bottom_toolbar=self._toolbar,
+            bottom_toolbar=lambda: self._status,
             **streams,
         )
 
@@ -79,6 +80,7 @@ class App(Talk):
             self.show(self.session.pending)
         while True:
             try:
+                self._status = self._toolbar()
                 line = self._asked.prompt(self._label()).strip()
             except KeyboardInterrupt:
                 self.tell("Ctrl-D or /quit leaves; /help tells the rest.", "dim")
@@ -95,8 +97,10 @@ class App(Talk):
             except ContextTooLong as error:
                 drop = "" if error.turn is None else f" `/drop {error.turn}` takes a turn out, `/clear` all of them."
                 self.problem(f"{error}{drop}")
-            except (SessionError, EditError, OSError) as error:
+            except (SessionError, ValueError, IndexError, OSError) as error:
                 self.problem(str(error))
+            except KeyboardInterrupt:
+                self.tell("stopped; the weights and the conversation are as they were before", "dim")
 
     def take(self, line: str) -> None:
         """What one typed line does."""
@@ -136,7 +140,7 @@ class App(Talk):
             "/teacher": lambda rest: self.teacher(),
             "/changes": lambda rest: self.changes(),
             "/learn": lambda rest: self.learn(),
-            "/retry": lambda rest: self.respond(self.session.retry),
+            "/retry": lambda rest: self.respond(),
             "/undo": lambda rest: self.undo(),
             "/clear": lambda rest: self.clear(),
             "/deny": self._deny,
@@ -205,6 +209,8 @@ class App(Talk):
         return "y/n/e > " if pending.calls or pending.error else "y/n/e or you > "
 
     def _toolbar(self) -> str:
-        used, limit = self.session.context
-        of = "" if limit is None else f" of {limit}"
-        return f" updates {self.session.updates} | context {used}{of} tokens | teacher {self.session.teacher} | /help "
+        parts = [f"updates {self.session.updates}", f"teacher {self.session.teacher}", "/help"]
+        if self.session.messages:
+            used, limit = self.session.context
+            parts.insert(1, f"context {used}" + ("" if limit is None else f" of {limit}") + " tokens")
+        return f" {' | '.join(parts)} "

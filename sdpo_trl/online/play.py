@@ -11,10 +11,9 @@ from rich.console import Console
 
 from . import terminal
 from .desk import Desk
-from .records import Call, ContextTooLong, SessionError
+from .records import Call, SessionError
 from .script import Script, Step
 from .talk import Talk
-from .workspace import WorkspaceError
 
 
 class Unmet(Exception):
@@ -57,7 +56,7 @@ class Player(Talk):
             except Unmet as error:
                 self.problem(f"FAILED at {step.where}: {error}")
                 return 1
-            except (SessionError, ContextTooLong, WorkspaceError, OSError) as error:
+            except (SessionError, ValueError, IndexError, OSError) as error:
                 self.problem(f"NOT POSSIBLE at {step.where}: {error}")
                 return 1
         return 0

@@ -48,7 +48,7 @@ class Talk:
             [`Stopped`]: Ctrl-C; nothing is pending.
         """
         self.edited = None
-        self.screen.print(Text("model", style="bold blue"))
+        self.screen.print(Text("\nmodel", style="bold blue"))
         with self.interruptible() as stopped:
 
             def piece(text: str) -> None:
@@ -100,8 +100,11 @@ class Talk:
         return observations
 
     def learn(self) -> dict[str, float]:
-        """One update, with a line that shows where it stands, and what it changed."""
-        with self.interruptible(self._cannot_stop), terminal.progress_line(self.screen) as line:
+        """
+        One update, with a line that shows where it stands, and what it changed in the answer denied last. Ctrl-C
+        leaves the weights as they were.
+        """
+        with terminal.progress_line(self.screen) as line:
             task = line.add_task("", total=5)
 
             def moved(progress: Progress) -> None:
@@ -109,7 +112,7 @@ class Talk:
 
             metrics = self.session.learn(on_progress=moved)
         self.tell(terminal.learned(metrics, self.session.updates), "bold green")
-        self.changes(5)
+        self.screen.print(terminal.changes_view(self.session.changes()[-1:]))
         return metrics
 
     def undo(self) -> None:
@@ -135,7 +138,7 @@ class Talk:
 
     def teacher(self) -> None:
         """What the teacher was told about the answers denied last."""
-        attempts = list(self.session.attempts) or [change.attempt for change in self.session.changes()]
+        attempts = self.session.attempts
         self.tell(f"teacher: {self.session.teacher}", "bold")
         self.screen.print(terminal.taught_view(attempts))
         if not attempts:
@@ -160,9 +163,6 @@ class Talk:
     def problem(self, words: str) -> None:
         """What went wrong."""
         self.tell(words, "red")
-
-    def _cannot_stop(self) -> None:
-        self.tell("An update is not stopped in the middle; Ctrl-C again ends the program (nothing is lost).", "dim")
 
     @contextmanager
     def interruptible(self, stop: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:

@@ -169,31 +169,41 @@ def history_view(messages: Sequence[Message]) -> Group:
 
 def changes_view(changes: Sequence[AttemptChange], listed: int = 8) -> Group:
     """
-    What the last update changed, token by token: the answer coloured by how its probability moved, and the tokens on
-    which it moved most.
+    What the last update changed, token by token: the answer coloured by how its probability moved, and the tokens that
+    moved, or on which the teacher disagrees.
+
+    Args:
+        changes (`Sequence[AttemptChange]`): See [`OnlineSession.changes`].
+        listed (`int`): Tokens to list of each answer.
     """
     rows: list[RenderableType] = []
     for number, change in enumerate(changes, 1):
-        head = "what the correction changed" + (f", attempt {number}" if len(changes) > 1 else "")
+        head = "what the correction changed" + (f" in attempt {number}" if len(changes) > 1 else "")
         answer = Text()
         for token in change.tokens:
-            answer.append(_visible(token.text), style=_colour(token.after - token.before))
+            answer.append(plain(token.text), style=_colour(token.after - token.before))
         rows += [Text(head, style="bold"), Padding(answer, (0, 0, 0, 2), expand=False)]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name, side in [("  token", "left"), ("before", "right"), ("after", "right"), ("teacher", "right"),
-                           ("wanted", "left")]:  # fmt: skip
-            table.add_column(name, justify=side)
-        ordered = sorted(range(len(change.tokens)), key=lambda i, tokens=change.tokens: -_moved(tokens[i]))
-        for index in sorted(ordered[:listed]):
-            token = change.tokens[index]
-            colour = _colour(token.after - token.before)
-            shares = [f"{math.exp(value):.3f}" for value in (token.before, token.after, token.teacher)]
-            table.add_row(Text("  ").append(_visible(token.text), colour), *shares, _visible(token.wanted))
-        rows.append(table)
-        if len(change.tokens) > listed:
-            rest = len(change.tokens) - listed
-            rows.append(Text(f"  probabilities; {rest} tokens that moved less are left out", style="dim"))
+        told = [i for i, token in enumerate(change.tokens) if max(_moved(token), token.divergence) >= 0.005]
+        chosen = sorted(sorted(told, key=lambda i, tokens=change.tokens: -_moved(tokens[i]))[:listed])
+        if chosen:
+            rows.append(_probabilities([change.tokens[index] for index in chosen]))
+        rest = len(change.tokens) - len(chosen)
+        if rest:
+            rows.append(Text(f"  {rest} other tokens moved less", style="dim"))
     return Group(*rows)
+
+
+def _probabilities(tokens: Sequence[TokenChange]) -> Table:
+    """One token a row: by the model before and after, by the teacher, and what the teacher wanted instead."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    columns = [("  token", "left"), ("before", "right"), ("after", "right"), ("teacher", "right"), ("wanted", "left")]
+    for name, side in columns:
+        table.add_column(name, justify=side)
+    for token in tokens:
+        shares = [f"{math.exp(value):.3f}" for value in (token.before, token.after, token.teacher)]
+        colour = _colour(token.after - token.before)
+        table.add_row(Text("  ").append(_visible(token.text), colour), *shares, Text(_visible(token.wanted)))
+    return table
 
 
 def _moved(token: TokenChange) -> float:
@@ -214,12 +224,11 @@ def _colour(change: float) -> str:
 
 
 def progress_line(screen: Console) -> Progress:
-    """One line that shows where an update stands, and its time; it goes away at the end."""
+    """One line that shows where an update stands, and its time; it goes away at the end. Files get none."""
     columns = TextColumn("learning"), BarColumn(30), TextColumn("{task.description}"), TimeElapsedColumn()
-    return Progress(*columns, console=screen, transient=True)
+    return Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal)
 
 
 def learned(metrics: dict[str, float], updates: int) -> str:
     """An update in one line."""
-    parts = [f"{name} {_number(metrics[key])}" for name, key in [("loss", "loss"), ("s", "seconds")] if key in metrics]
-    return f"learned: update {updates}, {', '.join(parts)}"
+    return f"learned: update {updates}, loss {_number(metrics['loss'])}, {metrics['seconds']:.2f} s"

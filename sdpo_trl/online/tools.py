@@ -15,7 +15,7 @@ from typing import Any
 import regex
 
 from .shell import Shell
-from .texts import Change, decoded, encoded, exact_edit, line_edit, matches, numbered
+from .texts import Change, decoded, encoded, exact_edit, line_edit, matches, numbered, split_lines
 from .workspace import MAX_FILE_BYTES, Entry, Workspace, WorkspaceError, split_path
 
 MAX_CHARACTERS = 16_000  # of a reply
@@ -275,7 +275,7 @@ class WorkspaceTools:
         before = self._editable(path)
         after = line_edit(before, first, last, text, path)
         self._small(after)
-        return Change(path, before, after, f"Edited {path}: it has {after.count(chr(10))} line ends now.")
+        return Change(path, before, after, f"Edited {path}: it has {len(split_lines(after))} lines now.")
 
     @staticmethod
     def _small(text: str) -> bytes:
