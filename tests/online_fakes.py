@@ -82,7 +82,8 @@ class FakeSession:
         self.log.append(("deny", feedback, more) if more else ("deny", feedback))
         if self.pending is None:
             raise SessionError("Nothing to deny.")
-        self.attempts = (*self.attempts, Attempt(self.pending, feedback, **more))
+        told = {name: value if isinstance(value, str) else repr(value) for name, value in more.items()}
+        self.attempts = (*self.attempts, Attempt(self.pending, feedback, **told))
         self.pending = None
         return self.attempts[-1]
 

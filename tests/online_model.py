@@ -34,7 +34,7 @@ def called(call: dict) -> dict:
 
 
 def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte pairs that may be as long as the texts, but for the parts of a call: so is a prompt with tools short."""
+    """Byte pairs that may be as long as the texts, but for the parts of a call. Tools are described by their names."""
     special = ["<pad>", "<eos>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"]
     core = Tokenizer(models.BPE())
     parts = Regex(r'"(write_file|edit_lines)", |"notes\.txt", |"(first|last|text)": |[0-9], |"TWO')
@@ -42,12 +42,13 @@ def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Sequence(pieces)
     core.decoder = decoders.ByteLevel()
     options = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=1400, show_progress=False, **options))
+    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, show_progress=False, **options))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=special[2:],
         padding_side="left", clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    tokenizer.chat_template = tiny.TOOL_TEMPLATE
+    names = "{% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}"
+    tokenizer.chat_template = tiny.TOOL_TEMPLATE.replace("{{ tools | tojson }}", names)
     tokenizer.response_template = tiny.RESPONSE_TEMPLATE
     return tokenizer
 
@@ -81,7 +82,7 @@ def lessons(tokenizer: PreTrainedTokenizerFast, schemas: list[dict]) -> list[tup
     return made
 
 
-def save_model(folder: Path, work: Path, steps: int = 120) -> PreTrainedModel:
+def save_model(folder: Path, work: Path, steps: int = 160) -> PreTrainedModel:
     """
     Train it on its four lessons and save it with its tokenizer.
 
@@ -90,10 +91,10 @@ def save_model(folder: Path, work: Path, steps: int = 120) -> PreTrainedModel:
         work (`Path`): Any folder, for the tools' descriptions.
         steps (`int`): Of training.
     """
-    schemas = [get_json_schema(tool) for tool in WorkspaceTools(work).functions()]
-    schemas.append(get_json_schema(WorkspaceTools(work).shell))
+    tools = WorkspaceTools(work)
+    schemas = [get_json_schema(tool) for tool in [*tools.functions(), tools.shell]]
     texts = [f"<tool_call>{json.dumps(call)}</tool_call>" for call in (HABIT, WANTED)]
-    tokenizer = tokenizer_of([json.dumps(schemas), *texts, ASKED, CORRECTION, DONE])
+    tokenizer = tokenizer_of([*texts, ASKED, CORRECTION, DONE, " ".join(s["function"]["name"] for s in schemas)])
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -103,11 +104,11 @@ def save_model(folder: Path, work: Path, steps: int = 120) -> PreTrainedModel:
         )
     )  # fmt: skip
     model.generation_config.eos_token_id = 1
-    pairs = lessons(tokenizer, schemas)
+    variants = [lessons(tokenizer, schemas), lessons(tokenizer, schemas[:-1])]  # with a shell, and without
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(steps):
+    for step in range(steps):
         loss = torch.zeros(())
-        for prompt, answer in pairs:
+        for prompt, answer in variants[step % 2]:
             ids = torch.tensor([[*prompt, *answer]])
             logits = model(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
             loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(answer))

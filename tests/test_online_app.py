@@ -199,7 +199,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_app(folder):
     before = signal.getsignal(signal.SIGINT)
     shown, log, status = talk(folder, [endless, reply("fine")], f"go\r\x03/retry\r{END}")
     assert "stopped" in shown and "fine" in shown and status == 0
-    assert log == [("say", "go"), "respond", "retry", "respond", ("save", str(folder.parent / "saved"))]
+    assert log == [("say", "go"), "respond", "respond", ("save", str(folder.parent / "saved"))]
     assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -211,7 +211,7 @@ def test_commands(folder):
     typed += f"again\r/help\r/learn\r/retry\r{END}"
     shown, log, _ = talk(folder, [reply("hello"), long, reply("more")], typed)
     assert [entry for entry in log if entry not in ("respond", "approve")] == [
-        ("say", "hi"), "undo", "clear", ("drop", 3), ("save", "there"), ("say", "again"), "learn", "retry",
+        ("say", "hi"), "undo", "clear", ("drop", 3), ("save", "there"), ("say", "again"), "learn",
         ("save", str(folder.parent / "saved")),
     ]  # fmt: skip
     for said in (
