@@ -151,10 +151,10 @@ def _cell(cell) -> str:
     return f"<span style='color:{fore};background:{back}{weight}'>{html.escape(cell.data)}</span>"
 
 
-def start(model: Path, work: Path, *options: str, **environment) -> Terminal:
+def start(model: Path, work: Path, *options: str, columns: int = 100, **environment) -> Terminal:
     """The app with a model, in a working folder."""
     command = [sys.executable, "-m", "sdpo_trl.online", "--model", str(model), "--learning_rate", "0.003"]
-    return Terminal([*command, "--temperature", "0.5", *options], work, **environment)
+    return Terminal([*command, "--temperature", "0.5", *options], work, columns=columns, **environment)
 
 
 def main(file: str) -> None:

@@ -279,9 +279,8 @@ def test_an_answer_that_is_stopped_never_was(habit, work):
 def test_errors_are_one_clear_line(habit, work, tmp_path, capsys):
     script = write(tmp_path, f"steps: [say: {'long ' * 3000}]")
     for options, status, said in [
-        (["--model", "/no/such"], 2, "The session with /no/such cannot begin: there is no such folder."),
         (["--model", str(work)], 2, f"The session with {work} cannot begin: Unrecognized model"),
-        (["--model", habit, "--folder", "/no/such"], 2, "--folder /no/such: there is no such folder."),
+        (["--model", habit, "--folder", "nowhere"], 2, "--folder nowhere: there is no such folder."),
         (["--model", habit, "--set", "nothing=1"], 2, "SDPOConfig has no field 'nothing'"),
         (["--model", habit, "--set", "nothing"], 2, "write NAME=VALUE"),
         (["--model", habit, "--set", "num_iterations=2"], 2, "A session needs `num_iterations=1`"),
@@ -293,6 +292,14 @@ def test_errors_are_one_clear_line(habit, work, tmp_path, capsys):
         lines = [line for line in (shown.err if status == 2 else shown.out).split("\n") if line]
         assert said in " ".join(lines), (said, shown)
         assert status == 1 or len(lines) == 1
+
+
+@pytest.mark.parametrize("option", ["--model", "--folder"])
+def test_a_folder_that_is_not_there_is_told_at_once(option, tmp_path, capsys):
+    script = write(tmp_path, "steps: [say: x]")
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", str(tmp_path), "--script", script, option, "/no/such"])
+    assert caught.value.code == 2 and f"{option} /no/such: there is no such folder" in capsys.readouterr().err
 
 
 def test_a_session_without_a_script_needs_a_terminal(habit, monkeypatch, capsys):

@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         options.error("a session needs a terminal; `--script FILE` plays one without")
     if args.rank is not None and args.rank < 0:
         options.error("--rank is at least 0")
+    for name, path in (("--model", args.model), ("--folder", str(args.folder))):
+        if path.startswith(("/", ".", "~")) and not Path(path).is_dir():
+            options.error(f"{name} {path}: there is no such folder")
     if script is None and args.save is None:
         args.save = Path("runs/online")
     _quiet()

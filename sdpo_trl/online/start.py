@@ -130,8 +130,6 @@ def open_desk(args: argparse.Namespace, script: Script | None, screen: Console) 
 def _student(name: str, rank: int) -> dict[str, Any]:
     """A session's `model` and `peft_config`; an adapter's folder goes on training that adapter."""
     folder = Path(name)
-    if name.startswith(("/", ".", "~")) and not folder.is_dir():
-        raise FileNotFoundError("there is no such folder.")
     if (folder / "adapter_config.json").is_file():
         base = PeftConfig.from_pretrained(name).base_model_name_or_path
         return {"model": PeftModel.from_pretrained(create_model_from_path(base), name, is_trainable=True)}

@@ -1,0 +1,108 @@
+"""The app in a real pseudo-terminal, with a tiny model that really learns."""
+
+import os
+import shutil
+import signal
+import subprocess
+
+import online_model
+import online_pty
+import pytest
+
+from sdpo_trl.online.journal import read_journal
+
+ASK = f"{online_model.ASKED}\r"
+
+
+@pytest.fixture(scope="module")
+def habit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    online_model.save_model(folder / "habit", folder)
+    return folder / "habit"
+
+
+@pytest.fixture
+def work(tmp_path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "notes.txt").write_text("one\n\x1b]0;owned\x07two\nthree\n")
+    return tmp_path / "work"
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
+def test_deny_learn_retry_edit_stop_kill_and_go_on(habit, work, tmp_path):
+    notes, edited = work / "notes.txt", tmp_path / "edited.yaml"
+    edited.write_text("name: shell\narguments: {command: echo begun; sleep 60}\n")
+    options = ("--max_completion_length", "48")
+    terminal = online_pty.start(habit, work, *options, VISUAL="", EDITOR=f"cp {edited}")
+    try:
+        terminal.until("you >")
+        terminal.type(ASK)
+        place = terminal.until("y/n/e >")
+        shown = terminal.text()
+        assert "tool call  write_file" in shown and "-three" in shown and "+TWO" in shown
+        assert "-\\x1b]0;owned\\x07two" in shown and b"\x1b]0;owned" not in terminal.raw
+        assert "three" in notes.read_text()  # nothing has run
+
+        terminal.type(f"n {online_model.CORRECTION}\r")
+        place = terminal.until("learned: update 1", place)
+        assert b"learning" in terminal.raw  # the progress line, gone by now
+        place = terminal.until('"edit_lines",', terminal.until("what the correction changed", place))
+        place = terminal.until("y/n/e >", terminal.until("tool call  edit_lines", place))
+        assert "three" in notes.read_text()
+        terminal.type("y\r")
+        place = terminal.until("y/n/e or you >", terminal.until("Edited notes.txt: it has 3 lines now.", place))
+        assert notes.read_text() == "one\nTWO\nthree\n"
+
+        terminal.type("/teacher\r")
+        place = terminal.until(f"correction: {online_model.CORRECTION}", place)
+        terminal.type("/metrics\r")
+        place = terminal.until("grad_norm", place)
+        terminal.type("/undo\r")
+        place = terminal.until("0 are in force", place)
+        terminal.type("/save\r")
+        place = terminal.until("saved to runs/online/session", place)
+        terminal.type("\x03")  # Ctrl-C at the prompt
+        place = terminal.until("Ctrl-D or /quit leaves", place)
+
+        terminal.type("/clear\r")
+        place = terminal.until("you >", terminal.until("what was learned stays", place))
+        terminal.type(ASK)
+        place = terminal.until("y/n/e >", terminal.until("tool call  write_file", place))
+        terminal.type("e\r")
+        place = terminal.until("yours: y/n/e >", terminal.until("command: echo begun; sleep 60", place))
+        terminal.type("y\r")
+        terminal.read(2)
+        terminal.type("\x03")
+        place = terminal.until("It was stopped.", place)  # the command, not the app
+        place = terminal.until("learned: update 1", place)
+        place = terminal.until("y/n/e", terminal.until("model", place))
+        running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        assert "sleep 60" not in running.replace(terminal.text(), "")
+        os.kill(terminal.process.pid, signal.SIGKILL)
+        terminal.process.wait()
+    finally:
+        terminal.close()
+
+    events = [event["event"] for event in read_journal(work / "runs" / "online" / "journal.jsonl")]
+    assert events.count("finished") == 2 and events.count("undone") == 1 and events[-1] == "replied"
+    terminal = online_pty.start(habit, work)
+    try:
+        place = terminal.until("y/n/e", terminal.until("The session goes on where it was left."))
+        terminal.until("updates 1 |", place)
+        terminal.type("\x04")  # Ctrl-D
+        terminal.until("saved to runs/online/session", place)
+        assert terminal.process.wait(timeout=30) == 0
+    finally:
+        terminal.close()
+    assert (work / "runs" / "online" / "session" / "adapter_config.json").is_file()
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(work):
+    terminal = online_pty.start(work, work, columns=200)
+    try:
+        terminal.until(f"The session with {work} cannot begin: Unrecognized model")
+        assert terminal.process.wait(timeout=30) == 2
+        terminal.read(0.2)
+        assert "Traceback" not in terminal.text() and len(terminal.text().strip().split("\n")) == 1
+    finally:
+        terminal.close()
