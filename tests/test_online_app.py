@@ -9,6 +9,7 @@ import signal
 import unicodedata
 
 import pytest
+from jinja2.exceptions import TemplateError
 from online_fakes import FakeSession, reply
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -111,6 +112,29 @@ def test_an_answer_in_words_can_be_edited_or_talked_over(folder):
     assert log[2:4] == [("edited", "better"), "learn"]
     _, log, _ = talk(folder, [reply("so"), reply("and")], f"hm\rgo on\r{END}")
     assert log[2:5] == ["approve", ("say", "go on"), "respond"]
+
+
+def test_a_call_that_could_not_be_read_is_written_by_the_person(folder):
+    def editor(text, suffix):
+        assert suffix == ".yaml" and "# <tool_call>{\\x1b" in text
+        return text.replace("name:", "name: edit_lines").replace(
+            "arguments:", "arguments: {path: notes.txt, first: 2, last: 2, text: TWO}"
+        )
+
+    broken = reply("<tool_call>{\x1b", error="The tool call could not be read.")
+    shown, log, _ = talk(folder, [broken, reply("fine")], f"x\re\ry\r{END}", editor=editor)
+    assert "not to be run: The tool call could not be read." in shown
+    assert log[2:4] == [("edited", EDIT), "learn"] and (folder / "notes.txt").read_text() == "one\nTWO\n"
+    shown, log, _ = talk(folder, [broken], f"x\re\r{END}", editor=lambda text, suffix: text)
+    assert "nothing was changed" in shown
+
+
+def test_what_a_chat_template_refuses_is_told(folder):
+    def refused(on_text):
+        raise TemplateError("roles must alternate")
+
+    shown, _, status = talk(folder, [refused], f"x\r{END}")
+    assert "The chat template refuses the conversation: roles must alternate." in shown and status == 0
 
 
 def test_a_broken_edit_is_told_and_changes_nothing(folder):

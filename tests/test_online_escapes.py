@@ -11,9 +11,10 @@ import time
 import pytest
 
 from sdpo_trl.environments import SandboxUnavailable
+from sdpo_trl.online.paths import WorkspaceError
 from sdpo_trl.online.shell import Approval, Shell
 from sdpo_trl.online.tools import WorkspaceTools, workspace_tools
-from sdpo_trl.online.workspace import Workspace, WorkspaceError
+from sdpo_trl.online.workspace import Workspace
 
 needs_bwrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap"
@@ -354,6 +355,26 @@ def test_a_second_name_of_an_outside_file_is_not_written_through(place):
     functions(place)["write_file"]("hard.txt", "mine")
     assert (place / "hard.txt").read_text() == "mine"
     assert (place.parent / "outside" / "secret.txt").read_text() == SECRET
+
+
+@needs_bwrap
+def test_what_the_session_keeps_is_closed_to_its_tools(place):
+    (place / "runs" / "own").mkdir(parents=True)
+    (place / "runs" / "own" / "journal").write_text(SECRET)
+    workspace = Workspace(place, closed=["runs/own"])
+    tools = {
+        tool.__name__: tool for tool in WorkspaceTools(workspace, Shell(workspace, lambda text: True)).functions()
+    }
+    for tool, more in PATH_TOOLS.items():
+        for path in ("runs/own/journal", "./runs//own/journal", "runs/own/new"):
+            with pytest.raises(WorkspaceError, match="of the session's own files"):
+                tools[tool](path=path, **more)
+    assert "own" not in tools["glob"]("**") and "runs/" in tools["glob"]("**")
+    assert tools["grep"]("secret", "**").startswith("No line") and tools["grep"]("secret", "runs/own/*")[:2] == "No"
+    assert tools["shell"]("ls runs/own; ls runs") == "own"
+    with pytest.raises(WorkspaceError, match="Read-only"):
+        tools["shell"]("rm -r runs/own/journal; echo x > runs/own/journal")
+    assert (place / "runs" / "own" / "journal").read_text() == SECRET
 
 
 def test_only_a_folder_can_be_worked_in(tmp_path):

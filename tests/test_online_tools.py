@@ -12,9 +12,9 @@ import pytest
 import tiny
 from transformers.utils import get_json_schema
 
+from sdpo_trl.online.paths import WorkspaceError
 from sdpo_trl.online.texts import matches
 from sdpo_trl.online.tools import WorkspaceTools, workspace_tools
-from sdpo_trl.online.workspace import WorkspaceError
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_patterns_match_as_the_standard_library_has_them(tmp_path):
 def test_searching_is_bounded_in_time_and_size(place, monkeypatch):
     tools = functions(place)
     (place / "bad.txt").write_text("a" * 5000 + "b\n")
-    monkeypatch.setattr("sdpo_trl.online.tools.GREP_SECONDS", 0.5)
+    monkeypatch.setattr("sdpo_trl.online.searching.SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(WorkspaceError, match=r"took more than 0\.5 seconds\. Hint: use a simpler expression"):
         tools["grep"](r"(a|aa)+$")
@@ -255,7 +255,7 @@ def test_searching_is_bounded_in_time_and_size(place, monkeypatch):
     assert len(listed) == 201 and listed[-1] == "[100 more]"
     os.makedirs(place / "/".join(["d"] * 90))
     assert "d/d/d" in tools["glob"]("d/d/*")
-    monkeypatch.setattr("sdpo_trl.online.tools.MAX_ENTRIES", 100)
+    monkeypatch.setattr("sdpo_trl.online.searching.MAX_ENTRIES", 100)
     with pytest.raises(WorkspaceError, match="more than 100 files"):
         tools["glob"]("**")
 

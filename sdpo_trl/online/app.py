@@ -3,10 +3,13 @@
 Knows: keys, commands, prompts. Deliberately does not know: how a model learns, how things are drawn.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from jinja2.exceptions import TemplateError
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.history import InMemoryHistory
@@ -15,7 +18,7 @@ from rich.padding import Padding
 
 from . import terminal
 from .desk import Desk
-from .editing import edit_calls, run_editor
+from .editing import edit_calls, fix_call, run_editor
 from .records import ContextTooLong, SessionError
 from .talk import Stopped, Talk
 
@@ -81,7 +84,7 @@ class App(Talk):
         while True:
             try:
                 self._status = self._toolbar()
-                line = self._asked.prompt(self._label()).strip()
+                line = _as_text(self._asked.prompt(self._label())).strip()
             except KeyboardInterrupt:
                 self.tell("Ctrl-D or /quit leaves; /help tells the rest.", "dim")
                 continue
@@ -97,6 +100,12 @@ class App(Talk):
             except ContextTooLong as error:
                 drop = "" if error.turn is None else f" `/drop {error.turn}` takes a turn out, `/clear` all of them."
                 self.problem(f"{error}{drop}")
+            except TemplateError as error:
+                self.problem(
+                    f"The chat template refuses the conversation: {error}. `/history`, `/drop N` or `/clear`."
+                )
+            except torch.OutOfMemoryError as error:
+                self.problem(f"Out of memory; `/clear`, or drop turns: {error}")
             except (SessionError, ValueError, IndexError, OSError) as error:
                 self.problem(str(error))
             except KeyboardInterrupt:
@@ -185,13 +194,19 @@ class App(Talk):
         self.drop(int(rest))
 
     def _edit(self) -> None:
+        """Let the person make something else of the reply; it is shown, and waits for a yes."""
         reply = self.session.pending
-        if reply.calls:
-            calls = [look.call for look in self.edited] if isinstance(self.edited, list) else list(reply.calls)
-            changed = edit_calls(calls, self._editor)
+        if reply.calls or (reply.error and not reply.truncated):
+            if isinstance(self.edited, list):
+                changed = edit_calls([look.call for look in self.edited], self._editor)
+            elif reply.calls:
+                changed = edit_calls(reply.calls, self._editor)
+            else:
+                changed = fix_call(reply.text, self._editor)
             self.edited = self.edited if changed is None else self.desk.looks(changed)
         else:
-            text = self._editor(reply.text, ".md").rstrip("\n")
+            before = self.edited if isinstance(self.edited, str) else reply.text
+            text = self._editor(before, ".md").rstrip("\n")
             self.edited = text if text.strip() and text != reply.text.rstrip("\n") else self.edited
         if self.edited is None:
             self.tell("nothing was changed", "dim")
@@ -210,7 +225,12 @@ class App(Talk):
 
     def _toolbar(self) -> str:
         parts = [f"updates {self.session.updates}", f"teacher {self.session.teacher}", "/help"]
-        if self.session.messages:
-            used, limit = self.session.context
+        with contextlib.suppress(TemplateError):  # told when an answer is asked for
+            used, limit = self.session.context if self.session.messages else (0, None)
             parts.insert(1, f"context {used}" + ("" if limit is None else f" of {limit}") + " tokens")
         return f" {' | '.join(parts)} "
+
+
+def _as_text(line: str) -> str:
+    """What was typed; bytes that are no text, which Python keeps as lone surrogates, become question marks."""
+    return line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

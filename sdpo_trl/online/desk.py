@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .paths import WorkspaceError
 from .records import Call, Observation, Reply, SessionError
 from .shell import Approval, Shell
 from .tools import WorkspaceTools
-from .workspace import Workspace, WorkspaceError
+from .workspace import Workspace
 
 
 @dataclass(frozen=True)

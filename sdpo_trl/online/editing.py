@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from .records import Call
-from .terminal import hidden
+from .terminal import hidden, plain
 
 HEAD = "# Change the arguments and leave the editor. An empty file leaves all as it was.\n"
 
@@ -109,6 +109,19 @@ def run_editor(text: str, suffix: str) -> str:
     return changed
 
 
+def fix_call(text: str, editor: Callable[[str, str], str] = run_editor) -> list[Call] | None:
+    """
+    The calls that a person makes of an answer whose call could not be read, `None` if they make none.
+
+    Raises:
+        [`EditError`]: see [`read_calls`] and [`run_editor`].
+    """
+    said = "".join(f"# {line}\n" for line in plain(text).split("\n"))
+    skeleton = "- name:\n  arguments:\n"
+    changed = editor(f"# Write the call that was meant. The answer was:\n#\n{said}{skeleton}", ".yaml")
+    return None if _blank(changed) or changed.endswith(f"\n{skeleton}") else read_calls(changed)
+
+
 def edit_calls(calls: Sequence[Call], editor: Callable[[str, str], str] = run_editor) -> list[Call] | None:
     """
     The calls as a person changed them, `None` if they did not.
@@ -117,7 +130,11 @@ def edit_calls(calls: Sequence[Call], editor: Callable[[str, str], str] = run_ed
         [`EditError`]: see [`read_calls`] and [`run_editor`].
     """
     text = editor(HEAD + calls_text(calls), ".yaml")
-    if not "".join(line for line in text.split("\n") if not line.startswith("#")).strip():
+    if _blank(text):
         return None
     changed = read_calls(text)
     return None if changed == list(calls) else changed
+
+
+def _blank(text: str) -> bool:
+    return not "".join(line for line in text.split("\n") if not line.startswith("#")).strip()

@@ -16,7 +16,8 @@ from ..environments.confinement import base_python, system_call_filter, system_f
 from ..environments.sandbox import INSTALL, SandboxUnavailable
 from ..environments.supervision import Supervisor, Watched
 from ..reprompt import cut_middle
-from .workspace import Workspace, WorkspaceError
+from .paths import WorkspaceError
+from .workspace import Workspace
 
 _READY = b"\x06"  # written before the command starts: what fails earlier is the sandbox
 # `ulimit` counts in KiB and in blocks of 512 bytes; processes have another letter in dash than in bash.

@@ -18,6 +18,7 @@ from ..config import SDPOConfig
 from ..environments.sandbox import SandboxUnavailable
 from . import OnlineSession, online_config
 from .desk import Desk, shell_kind
+from .records import SessionError
 from .script import Script
 
 
@@ -119,7 +120,9 @@ def open_desk(args: argparse.Namespace, script: Script | None, screen: Console) 
             desk.session = OnlineSession(**_student(args.model, rank), **options)
         if kept:
             _keep(args.save, kept)
-    except (OSError, ValueError, TypeError, NotImplementedError, SandboxUnavailable) as error:
+    except SandboxUnavailable as error:
+        raise Unusable(f"{error} Or take `--shell none`.") from error
+    except (OSError, ValueError, TypeError, NotImplementedError, SessionError) as error:
         if args.debug:
             raise
         said = " ".join(str(error).split())

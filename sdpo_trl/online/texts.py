@@ -8,7 +8,7 @@ import fnmatch
 import re
 from dataclasses import dataclass
 
-from .workspace import WorkspaceError
+from .paths import WorkspaceError
 
 _DIFF_CELLS = 4_000_000  # lines times lines, beyond which a comparison line by line would take seconds
 _NUMBERED = re.compile(r"^ *\d+\| ", re.MULTILINE)

@@ -6,23 +6,18 @@ terminals. Each tool is a function with types and a docstring, as TRL and `get_j
 
 import functools
 import inspect
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import regex
-
+from .paths import WorkspaceError
+from .searching import find_lines, find_paths
 from .shell import Shell
-from .texts import Change, decoded, encoded, exact_edit, line_edit, matches, numbered, split_lines
-from .workspace import MAX_FILE_BYTES, Entry, Workspace, WorkspaceError, split_path
+from .texts import Change, decoded, encoded, exact_edit, line_edit, numbered, split_lines
+from .workspace import MAX_FILE_BYTES, Workspace
 
 MAX_CHARACTERS = 16_000  # of a reply
 MAX_LINES = 400
-MAX_FOUND = 200
-MAX_ENTRIES = 50_000  # that `glob` and `grep` look at
-GREP_SECONDS = 10.0
 _WIDTH = 500  # characters of a line that are shown
 
 
@@ -181,16 +176,7 @@ class WorkspaceTools:
         Returns:
             The paths, one a line; folders end in a slash.
         """
-        wanted = _pattern(pattern, "pattern")
-        found, more = [], 0
-        for entry, _, _ in self._entries(pattern):
-            if matches(entry.path, wanted):
-                mark = {"file": "", "a folder": "/"}.get(entry.kind, f"  ({entry.kind}, not followed)")
-                found.append(entry.path + mark) if len(found) < MAX_FOUND else None
-                more += 1
-        if not found:
-            return f"Nothing matches {pattern}."
-        return "\n".join(found) + (f"\n[{more - MAX_FOUND} more]" if more > MAX_FOUND else "")
+        return find_paths(self.workspace, pattern)
 
     @_tool
     def grep(self, pattern: str, files: str = "**") -> str:
@@ -204,35 +190,7 @@ class WorkspaceTools:
         Returns:
             The lines, each as `path:number: text`.
         """
-        wanted, deadline = _pattern(files, "files pattern"), time.monotonic() + GREP_SECONDS
-        if not pattern or len(pattern) > 1000:
-            raise WorkspaceError("The regular expression is empty or too long.", "give a short one.")
-        try:
-            expression = regex.compile(pattern)
-        except (regex.error, RecursionError, OverflowError) as error:
-            hint = f"put a backslash before characters meant literally: {re.escape(pattern)!r}."
-            raise WorkspaceError(f"{pattern!r} is no regular expression: {error}.", hint) from error
-        found, skipped, characters = [], 0, 0
-        for entry, folder, name in self._entries(files):
-            if entry.kind != "file" or not matches(entry.path, wanted):
-                continue
-            if entry.size > MAX_FILE_BYTES:
-                skipped += 1
-                continue
-            with self.workspace.open_file(folder, name, entry.path) as stream:
-                data = stream.read(MAX_FILE_BYTES)
-            if b"\0" in data[:8192]:
-                skipped += 1
-                continue
-            for number, line in enumerate(data.decode("utf-8", "backslashreplace").split("\n"), 1):
-                if _hit(expression, line[:20_000], deadline):
-                    row = f"{entry.path}:{number}: {line[:_WIDTH].rstrip()}"
-                    characters += len(row)
-                    if len(found) == MAX_FOUND or characters > MAX_CHARACTERS:
-                        return "\n".join([*found, "[there are more: narrow the pattern or the files]"])
-                    found.append(row)
-        note = f"\n[{skipped} binary or very large files were not searched]" if skipped else ""
-        return ("\n".join(found) or f"No line matches {pattern} in {files}.") + note
+        return find_lines(self.workspace, pattern, files)
 
     @_tool
     def shell(self, command: str, seconds: int = 60) -> str:
@@ -293,34 +251,6 @@ class WorkspaceTools:
     def _do(self, change: Change) -> str:
         self.workspace.write(change.path, encoded(change.after, "file"))
         return change.said
-
-    def _entries(self, pattern: str) -> Iterator[tuple[Entry, int, str]]:
-        hidden = any(part.startswith(".") for part in pattern.split("/"))
-        for number, found in enumerate(self.workspace.walk(hidden)):
-            if number == MAX_ENTRIES:
-                raise WorkspaceError(
-                    f"The folder holds more than {MAX_ENTRIES} files.", "start the session in a smaller folder."
-                )
-            yield found
-
-
-def _pattern(pattern: str, what: str) -> list[str]:
-    parts = split_path(pattern, what)
-    if not parts:
-        raise WorkspaceError(f"The {what} {pattern!r} names the folder itself.", "use `*` for what lies in it.")
-    return parts
-
-
-def _hit(expression: Any, line: str, deadline: float) -> bool:
-    left = deadline - time.monotonic()
-    try:
-        if left <= 0:
-            raise TimeoutError
-        return expression.search(line, timeout=left) is not None
-    except TimeoutError:
-        raise WorkspaceError(
-            f"The search took more than {GREP_SECONDS:g} seconds.", "use a simpler expression, or fewer files."
-        ) from None
 
 
 def workspace_tools(

@@ -11,34 +11,19 @@ import errno
 import os
 import secrets
 import stat
-import unicodedata
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .paths import MAX_DEPTH, WorkspaceError, shown, split_path
+
 MAX_FILE_BYTES = 8 << 20  # what a tool reads or writes at most
-MAX_DEPTH = 64
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = [
     (stat.S_ISLNK, "a symbolic link"), (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 ]  # fmt: skip
-
-
-class WorkspaceError(ValueError):
-    """
-    A tool cannot do what it was asked.
-
-    Args:
-        what (`str`): What was wrong, and where.
-        hint (`str`): What to do instead.
-    """
-
-    def __init__(self, what: str, hint: str) -> None:
-        super().__init__(f"{what} Hint: {hint}")
-        self.what = what
-        self.hint = hint
 
 
 @dataclass(frozen=True)
@@ -57,45 +42,9 @@ class Entry:
     size: int
 
 
-def shown(name: str) -> str:
-    """A name as text: bytes that are no UTF-8, which Python keeps as lone surrogates, become `\\xNN`."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
 def kind_of(mode: int) -> str:
     """`file`, or what else a mode says."""
     return "file" if stat.S_ISREG(mode) else next((name for test, name in _KINDS if test(mode)), "a special file")
-
-
-def split_path(path: str, what: str = "path") -> list[str]:
-    """
-    The names of a relative path; an empty list is the folder itself.
-
-    Args:
-        path (`str`): Such as `src/main.py`.
-        what (`str`): How an error calls it.
-
-    Raises:
-        [`WorkspaceError`]: it leads outside, or holds what no name should.
-    """
-    inside = "give a path relative to the working folder, such as `src/main.py`."
-    if not path:
-        raise WorkspaceError(f"The {what} is empty.", inside)
-    quoted = f"The {what} {path[:200]!r}"
-    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in path):
-        raise WorkspaceError(f"{quoted} holds a control character or one that is no text.", "use plain letters.")
-    if path.startswith("/"):
-        raise WorkspaceError(f"{quoted} is absolute.", inside)
-    if "\\" in path:
-        raise WorkspaceError(f"{quoted} holds a backslash.", "separate folders with `/`.")
-    if path.startswith("~"):
-        raise WorkspaceError(f"{quoted} starts with `~`, which stands for no folder here.", inside)
-    parts = [part for part in path.split("/") if part not in ("", ".")]
-    if ".." in parts:
-        raise WorkspaceError(f"{quoted} holds `..`.", f"nothing above the working folder can be reached; {inside}")
-    if len(parts) > MAX_DEPTH or any(len(part.encode()) > 255 for part in parts):
-        raise WorkspaceError(f"{quoted} is too long.", f"a name has at most 255 bytes, a path {MAX_DEPTH} names.")
-    return parts
 
 
 class Workspace:
