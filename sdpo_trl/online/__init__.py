@@ -30,6 +30,7 @@ __all__ = [
     "journal_rows",
     "online_config",
     "read_journal",
+    "workspace_tools",
 ]
 
 
@@ -47,6 +48,10 @@ def __getattr__(name: str) -> Any:
         from .config import online_config
 
         return online_config
+    if name == "workspace_tools":
+        from .tools import workspace_tools
+
+        return workspace_tools
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
