@@ -186,6 +186,17 @@ def test_a_change_meanwhile_is_shown_again(folder):
     assert (folder / "notes.txt").read_text() == "one\nTWO\n"
 
 
+def test_nothing_of_a_command_is_left_out_and_all_of_a_diff_can_be_seen(folder):
+    command = Call("shell", {"command": "\n".join(f"echo {i}" for i in range(200))})
+    long = Call("write_file", {"path": "notes.txt", "text": "".join(f"line {i}\n" for i in range(200))})
+    shown, _, _ = talk(folder, [reply("", command, long)], f"x\rv\r{END}")
+    first, second = shown.split("y/n/e >")[0].split("tool call 1 of 2")[1:]
+    for part in (first, second):
+        assert all(f"echo {i}\n" in part for i in range(200))
+    assert "more lines ..." in first and "+line 100\n" not in first
+    assert "more lines ..." not in second and all(f"+line {i}\n" in second for i in range(200))
+
+
 @needs_bwrap
 def test_a_shell_runs_what_was_shown_and_nothing_else(folder):
     shell = Call("shell", {"command": "echo ran >> log.txt"})
@@ -303,7 +314,10 @@ def test_nothing_is_read_as_markup_in_a_real_terminal():
     screen.print(terminal.diff_view("--- a\n+++ b\n@@ -1 +1 @@\n-\x1b[2J[bold]\n+x  \n"))
     escapes = [part.partition("m")[0] for part in out.getvalue().split("\x1b[")[1:]]
     assert escapes and all(code.replace(";", "").isdigit() for code in escapes)
-    assert "\\x1b[2J[bold]" in out.getvalue() and "x" in out.getvalue() and "··" in out.getvalue()
+    assert "\x1b[7;31m\\x1b\x1b[0m\x1b[31m[2J[bold]" in out.getvalue() and "··" in out.getvalue()
+    out.truncate(0)
+    screen.print(terminal.text_of("\\x1b"))  # what only looks like an escaped character is not reversed
+    assert "\x1b" not in out.getvalue()
 
 
 def test_long_texts_are_cut_in_the_middle():

@@ -27,6 +27,7 @@ while a call or an answer waits:
   y              yes: run it, let the model go on
   n REASON       no: the model learns from the reason at once, and tries again
   e              edit the arguments (or the answer) in $EDITOR; the model learns to prefer yours
+  v              view all of it, where lines were left out
   (an answer without a call is also accepted by typing what you say next)
 at any time:
   /retry         let the model answer   /learn         learn from what was denied so far
@@ -35,7 +36,7 @@ at any time:
   /metrics       the updates so far     /history       the conversation, numbered
   /drop N        take turn N out        /clear         start the conversation anew
   /save [FOLDER] save                   /quit, Ctrl-D  save and leave
-Ctrl-C stops an answer or a command, not the program."""
+Ctrl-C stops an answer, a command or an update, not the program."""
 
 
 class App(Talk):
@@ -109,7 +110,7 @@ class App(Talk):
             except (SessionError, ValueError, IndexError, OSError) as error:
                 self.problem(str(error))
             except KeyboardInterrupt:
-                self.tell("stopped; the weights and the conversation are as they were before", "dim")
+                self.tell("stopped; the weights are as they were (`/learn` or `/retry` goes on)", "dim")
 
     def take(self, line: str) -> None:
         """What one typed line does."""
@@ -135,11 +136,13 @@ class App(Talk):
             self._deny(rest)
         elif line == "e":
             self._edit()
+        elif line == "v":
+            self.show_looks(self.edited if isinstance(self.edited, list) else self.seen, whole=True)
         elif line and not pending.calls and not pending.error and self.edited is None:
             self._approve()
             self.take(line)
         else:
-            self.tell("y: run it. n REASON: deny it. e: edit it. /help: the rest.", "dim")
+            self.tell("y: run it. n REASON: deny it. e: edit it. v: view all of it. /help: the rest.", "dim")
 
     def _commands(self) -> dict[str, Callable[[str], None]]:
         return {

@@ -72,10 +72,11 @@ class Talk:
         self.seen = self.desk.looks(reply.calls)
         self.show_looks(self.seen)
 
-    def show_looks(self, looks: Sequence[Look]) -> None:
-        """Calls and what they would do."""
+    def show_looks(self, looks: Sequence[Look], whole: bool = False) -> None:
+        """Calls and what they would do; with `whole`, to the last line."""
         for number, look in enumerate(looks, 1):
-            self.screen.print(terminal.call_view(look.call, look.diff, look.problem, number, len(looks)))
+            view = terminal.call_view(look.call, look.diff, look.problem, number, len(looks), whole)
+            self.screen.print(view)
 
     def approve(self) -> list[Observation]:
         """
@@ -86,7 +87,7 @@ class Talk:
         """
         edited = self.edited
         try:
-            with self.interruptible(self.desk.stop):
+            with self.interruptible(self.desk.stop, hard=False):
                 observations = self.desk.approve(self.seen) if edited is None else self.desk.approve_edited(edited)
         except Changed:
             self.seen = self.desk.looks(self.session.pending.calls)
@@ -165,15 +166,20 @@ class Talk:
         self.tell(words, "red")
 
     @contextmanager
-    def interruptible(self, stop: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-        """Within, the first Ctrl-C asks to stop and the second one interrupts. Other threads get no signals."""
+    def interruptible(
+        self, stop: Callable[[], None] = lambda: None, hard: bool = True
+    ) -> Iterator[Callable[[], bool]]:
+        """
+        Within, Ctrl-C asks to stop; where it is `hard`, the second one interrupts: not between an approved call and
+        its reply, both of which the conversation needs. Other threads get no signals.
+        """
         asked: list[bool] = []
         if threading.current_thread() is not threading.main_thread():
             yield lambda: False
             return
 
         def handler(number: int, frame: Any) -> None:
-            if asked:
+            if asked and hard:
                 raise KeyboardInterrupt
             asked.append(True)
             stop()

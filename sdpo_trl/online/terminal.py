@@ -8,12 +8,12 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -49,28 +49,34 @@ def console(**options: Any) -> Console:
     return Console(**{"markup": False, "emoji": False, "highlight": False, **options})
 
 
-def text_of(words: str, style: str | Style = "") -> Text:
-    """Words of a model or a tool, safe to print."""
-    return Text(plain(words), style=style)
+def text_of(words: str, style: str = "") -> Text:
+    """Words of a model or a tool, safe to print. What [`plain`] had to escape is reversed, which nobody can fake."""
+    return _append(Text(), words, style)
 
 
-def cut(lines: Sequence[str], limit: int = MAX_LINES) -> list[str]:
-    """The first lines and the last ones, and how many stand between."""
-    if len(lines) <= limit:
+def _append(text: Text, words: str, style: str = "") -> Text:
+    for escaped, run in groupby(words, key=lambda character: plain(character) != character):
+        text.append(plain("".join(run)), style=f"{style} reverse".strip() if escaped else style)
+    return text
+
+
+def cut(lines: Sequence[str], limit: int | None = MAX_LINES) -> list[str]:
+    """The first lines and the last ones, and how many stand between; with `None`, all."""
+    if limit is None or len(lines) <= limit:
         return list(lines)
     tail = limit // 4
     left = len(lines) - limit + 1
     return [*lines[: limit - tail - 1], f"[... {left} more lines ...]", *lines[len(lines) - tail :]]
 
 
-def diff_view(diff: str) -> Text:
+def diff_view(diff: str, limit: int | None = MAX_LINES) -> Text:
     """A unified diff in colours; white space at a line's end is shown."""
     shown = Text()
-    for number, line in enumerate(cut(diff.rstrip("\n").split("\n"))):
+    for number, line in enumerate(cut(diff.rstrip("\n").split("\n"), limit)):
         sign = line[:1] if number > 1 else ""
         style = {"+": "green", "-": "red", "@": "cyan"}.get(sign, "bold" if number < 2 else "")
         body = line.rstrip(" \t")
-        shown.append(plain(body), style=style)
+        _append(shown, body, style)
         if sign == "+" and len(body) < len(line):
             shown.append("·" * (len(line) - len(body)), style="green reverse")
         shown.append("\n")
@@ -78,7 +84,9 @@ def diff_view(diff: str) -> Text:
     return shown
 
 
-def call_view(call: Call, diff: str | None, problem: str | None, number: int, total: int) -> RenderableType:
+def call_view(
+    call: Call, diff: str | None, problem: str | None, number: int, total: int, whole: bool = False
+) -> RenderableType:
     """
     A tool call before it runs.
 
@@ -87,7 +95,9 @@ def call_view(call: Call, diff: str | None, problem: str | None, number: int, to
         diff (`str`, *optional*): What it would change; `None`: it writes no file itself.
         problem (`str`, *optional*): Why it would fail.
         number, total (`int`): Which of the reply's calls, from 1.
+        whole (`bool`): Leave nothing out. A command is always shown whole.
     """
+    command = call.name == "shell"
     head = Text("tool call", style="bold yellow")
     if total > 1:
         head.append(f" {number} of {total}")
@@ -97,10 +107,10 @@ def call_view(call: Call, diff: str | None, problem: str | None, number: int, to
         if diff and name != "path":
             continue  # the diff says it better
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        lines = cut(shown.split("\n"), 12)
+        lines = cut(shown.split("\n"), None if whole or command else 12)
         rows.append(Padding(text_of(f"{name}: " + "\n  ".join(lines)), (0, 0, 0, 2), expand=False))
     if diff:
-        rows.append(Padding(diff_view(diff), (0, 0, 0, 2), expand=False))
+        rows.append(Padding(diff_view(diff, None if whole else MAX_LINES), (0, 0, 0, 2), expand=False))
     elif diff == "" and problem is None:
         rows.append(Text("  changes nothing", style="dim"))
     if problem is not None:
@@ -181,7 +191,7 @@ def changes_view(changes: Sequence[AttemptChange], listed: int = 8) -> Group:
         head = "what the correction changed" + (f" in attempt {number}" if len(changes) > 1 else "")
         answer = Text()
         for token in change.tokens:
-            answer.append(plain(token.text), style=_colour(token.after - token.before))
+            _append(answer, token.text, _colour(token.after - token.before))
         rows += [Text(head, style="bold"), Padding(answer, (0, 0, 0, 2), expand=False)]
         told = [i for i, token in enumerate(change.tokens) if max(_moved(token), token.divergence) >= 0.005]
         chosen = sorted(sorted(told, key=lambda i, tokens=change.tokens: -_moved(tokens[i]))[:listed])
