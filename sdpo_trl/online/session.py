@@ -230,7 +230,15 @@ class OnlineSession(Conversation):
             messages (`Sequence[dict]`, *optional*): What is answered; the conversation by default.
         """
         messages = self._state.messages if messages is None else messages
-        return self.trainer.next_token(self._prompt_ids(messages))
+        return self.trainer.next_tokens(self._prompt_ids(messages), [])[0]
+
+    def next_tokens(self, answer: Answer, messages: Sequence[Message] | None = None) -> torch.Tensor:
+        """
+        The same at each of the `T` tokens of an answer (its end token too), shape `(T, V)`; arguments as in `score`.
+        """
+        messages = self._state.messages if messages is None else messages
+        ids = self._dialect.write(messages, self._dialect.message(answer))
+        return self.trainer.next_tokens(self._prompt_ids(messages), ids)[:-1]
 
     # Keeping
 

@@ -203,10 +203,10 @@ class OnlineTrainer(SDPOTrainer):
         return values
 
     @torch.no_grad()
-    def next_token(self, prompt: list[int]) -> torch.Tensor:
-        """Log-probabilities of the token after a prompt, `(V,)`, by the model as it is now."""
-        ids = torch.tensor([prompt], device=self.accelerator.device)
+    def next_tokens(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
+        """Log-probabilities of the token after a prompt and after each token of an answer, `(T + 1, V)`, as of now."""
+        ids = torch.tensor([[*prompt, *answer]], device=self.accelerator.device)
         with evaluation_mode(self.model), self.accelerator.autocast(), self._tap.capture() as heads:
             self.model(input_ids=ids, attention_mask=torch.ones_like(ids), fused_lm_head=True, labels=None)
-        head = replace(heads[0], hidden=heads[0].hidden[0, -1:])
-        return safe_log_softmax(head.logits(head.vocab_size))[0]
+        head = replace(heads[0], hidden=heads[0].hidden[0, len(prompt) - 1 :])
+        return safe_log_softmax(head.logits(head.vocab_size))
