@@ -7,6 +7,7 @@ import os
 import unicodedata
 
 MAX_DEPTH = 64
+_NO_NAME = ("Cc", "Cs", "Zl", "Zp")  # control characters, halves of characters, line separators
 
 
 class WorkspaceError(ValueError):
@@ -25,8 +26,12 @@ class WorkspaceError(ValueError):
 
 
 def shown(name: str) -> str:
-    """A name as text: bytes that are no UTF-8, which Python keeps as lone surrogates, become `\\xNN`."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    """A name in one line: bytes that are no UTF-8, which Python keeps as lone surrogates, and control characters
+    become `\\xNN`."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return "".join(
+        character if unicodedata.category(character) not in _NO_NAME else ascii(character)[1:-1] for character in text
+    )
 
 
 def split_path(path: str, what: str = "path") -> list[str]:
@@ -44,7 +49,7 @@ def split_path(path: str, what: str = "path") -> list[str]:
     if not path:
         raise WorkspaceError(f"The {what} is empty.", inside)
     quoted = f"The {what} {path[:200]!r}"
-    if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in path):
+    if any(unicodedata.category(character) in _NO_NAME for character in path):
         raise WorkspaceError(f"{quoted} holds a control character or one that is no text.", "use plain letters.")
     if path.startswith("/"):
         raise WorkspaceError(f"{quoted} is absolute.", inside)
