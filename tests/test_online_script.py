@@ -201,15 +201,8 @@ def test_what_is_repeated_ends_when_it_is_enough_or_too_often(work):
 # With a real model
 
 
-@pytest.fixture(scope="module")
-def habit(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    online_model.save_model(folder / "habit", folder)
-    return str(folder / "habit")
-
-
 def test_the_example_teaches_a_model_a_better_habit(habit, work, tmp_path, capsys):
-    options = ["--model", habit, "--folder", str(work), "--shell", "none"]
+    options = ["--model", str(habit), "--folder", str(work), "--shell", "none"]
     saved = tmp_path / "saved"
     example = str(ROOT / "examples" / "online_session.yaml")
     assert main([*options, "--script", example, "--save", str(saved)]) == 0
@@ -253,14 +246,16 @@ steps:
   - say: {online_model.ASKED}
   - history
 """
-    assert main(["--model", habit, "--folder", str(work), "--shell", "none", "--script", write(tmp_path, text)]) == 0
+    assert (
+        main(["--model", str(habit), "--folder", str(work), "--shell", "none", "--script", write(tmp_path, text)]) == 0
+    )
     shown = capsys.readouterr().out
     assert "instead" not in shown and "-two" in shown and "learned: update 1" in shown
 
 
 def test_an_answer_that_is_stopped_never_was(habit, work):
     desk = Desk(work, "none")
-    with OnlineSession(habit, tools=desk.functions()) as session:
+    with OnlineSession(str(habit), tools=desk.functions()) as session:
         desk.session = session
         session.say("hello")
         talk = Talk(desk, terminal.console(file=io.StringIO()))
@@ -280,11 +275,11 @@ def test_errors_are_one_clear_line(habit, work, tmp_path, capsys):
     script = write(tmp_path, f"steps: [say: {'long ' * 3000}]")
     for options, status, said in [
         (["--model", str(work)], 2, f"The session with {work} cannot begin: Unrecognized model"),
-        (["--model", habit, "--folder", "nowhere"], 2, "--folder nowhere: there is no such folder."),
-        (["--model", habit, "--set", "nothing=1"], 2, "SDPOConfig has no field 'nothing'"),
-        (["--model", habit, "--set", "nothing"], 2, "write NAME=VALUE"),
-        (["--model", habit, "--set", "num_iterations=2"], 2, "A session needs `num_iterations=1`"),
-        (["--model", habit], 1, "NOT POSSIBLE at step 1 (say): The conversation has"),
+        (["--model", str(habit), "--folder", "nowhere"], 2, "--folder nowhere: there is no such folder."),
+        (["--model", str(habit), "--set", "nothing=1"], 2, "SDPOConfig has no field 'nothing'"),
+        (["--model", str(habit), "--set", "nothing"], 2, "write NAME=VALUE"),
+        (["--model", str(habit), "--set", "num_iterations=2"], 2, "A session needs `num_iterations=1`"),
+        (["--model", str(habit)], 1, "NOT POSSIBLE at step 1 (say): The conversation has"),
     ]:
         options = ["--folder", str(work), "--shell", "none", "--script", script, *options]
         assert main(options) == status
@@ -305,5 +300,5 @@ def test_a_folder_that_is_not_there_is_told_at_once(option, tmp_path, capsys):
 def test_a_session_without_a_script_needs_a_terminal(habit, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as caught:
-        main(["--model", habit])
+        main(["--model", str(habit)])
     assert caught.value.code == 2 and "needs a terminal" in capsys.readouterr().err

@@ -14,13 +14,6 @@ from sdpo_trl.online.journal import read_journal
 ASK = f"{online_model.ASKED}\r"
 
 
-@pytest.fixture(scope="module")
-def habit(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    online_model.save_model(folder / "habit", folder)
-    return folder / "habit"
-
-
 @pytest.fixture
 def work(tmp_path):
     (tmp_path / "work").mkdir()
