@@ -151,10 +151,10 @@ def _cell(cell) -> str:
     return f"<span style='color:{fore};background:{back}{weight}'>{html.escape(cell.data)}</span>"
 
 
-def start(model: Path, work: Path, *options: str, columns: int = 100, **environment) -> Terminal:
+def start(model: Path, work: Path, *options: str, lines: int = 34, **environment) -> Terminal:
     """The app with a model, in a working folder."""
     command = [sys.executable, "-m", "sdpo_trl.online", "--model", str(model), "--learning_rate", "0.003"]
-    return Terminal([*command, "--temperature", "0.5", *options], work, columns=columns, **environment)
+    return Terminal([*command, "--temperature", "0.5", *options], work, lines=lines, **environment)
 
 
 def main(file: str) -> None:
@@ -165,7 +165,7 @@ def main(file: str) -> None:
         work.mkdir()
         (work / "notes.txt").write_text("one\ntwo\nthree\n")
         online_model.save_model(Path(folder) / "habit", work)
-        terminal = start(Path("../habit"), work)
+        terminal = start(Path("../habit"), work, lines=37)
         try:
             terminal.until("you >")
             terminal.type(f"{online_model.ASKED}\r")

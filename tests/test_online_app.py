@@ -256,6 +256,16 @@ def test_commands(folder):
         assert said in shown, said
 
 
+def test_what_cannot_be_saved_is_told_before_one_leaves(folder, monkeypatch):
+    def full(self, where):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(FakeSession, "save", full)
+    shown, log, status = talk(folder, [reply("hello")], f"{END}hi\r{END}{END}")
+    assert shown.count("Not saved: [Errno 28] No space left on device.") == 2 and status == 1
+    assert log == [("say", "hi"), "respond"]
+
+
 def test_the_teacher_is_told_in_the_open(folder):
     shown, _, _ = talk(folder, [reply("", WRITE), reply("so")], f"x\rn edit the line\r/teacher\r{END}")
     told = shown[shown.index("teacher: ema") :]

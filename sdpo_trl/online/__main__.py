@@ -75,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     from .start import Unusable, open_desk
     from .terminal import console, plain
 
-    screen = console()
+    # A transcript in a file is as wide as its lines are, within reason.
+    screen = console() if sys.stdout.isatty() else console(width=int(os.environ.get("COLUMNS", "160")))
     try:
         with screen.status("loading") if script is None else contextlib.nullcontext():
             desk = open_desk(args, script, screen)
@@ -88,8 +89,12 @@ def main(argv: list[str] | None = None) -> int:
 
             player = Player(desk, screen, None if args.save is None else args.save / "session")
             status = player.play(script)
-            if player.save_to is not None:
-                player.save(player.save_to)
+            try:
+                if player.save_to is not None:
+                    player.save(player.save_to)
+            except OSError as error:
+                print(plain(f"The session was not saved: {error}"), file=sys.stderr)
+                return 2
             return status
         from .app import App
 

@@ -67,6 +67,7 @@ class App(Talk):
         self._title = title
         self._editor = editor
         self._status = ""
+        self._unsaved = False  # whether leaving has failed to save
         self._asked: PromptSession = PromptSession(
             history=InMemoryHistory(),
             completer=WordCompleter(list(self._commands()), sentence=True),
@@ -93,9 +94,12 @@ class App(Talk):
                 line = "/quit"
             try:
                 if line == "/quit":
-                    self.save(self.save_to)
-                    return 0
-                self.take(line)
+                    status = self._leave()
+                    if status is not None:
+                        return status
+                else:
+                    self._unsaved = False
+                    self.take(line)
             except Stopped:
                 self.tell("stopped", "dim")
             except ContextTooLong as error:
@@ -111,6 +115,20 @@ class App(Talk):
                 self.problem(str(error))
             except KeyboardInterrupt:
                 self.tell("stopped; the weights are as they were (`/learn` or `/retry` goes on)", "dim")
+
+    def _leave(self) -> int | None:
+        """Save; where that fails, stay, but not a second time."""
+        if self._unsaved:
+            return 1
+        try:
+            self.save(self.save_to)
+        except OSError as error:
+            self._unsaved = True
+            self.problem(
+                f"Not saved: {error}. `/save FOLDER` saves elsewhere; /quit again leaves (the journal is kept)."
+            )
+            return None
+        return 0
 
     def take(self, line: str) -> None:
         """What one typed line does."""
@@ -157,7 +175,7 @@ class App(Talk):
             "/clear": lambda rest: self.clear(),
             "/deny": self._deny,
             "/drop": self._drop,
-            "/save": lambda rest: self.save(Path(rest) if rest else self.save_to),
+            "/save": lambda rest: self.save(Path(rest).expanduser() if rest else self.save_to),
             "/quit": lambda rest: None,
         }
 
