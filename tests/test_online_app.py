@@ -123,7 +123,7 @@ def test_a_call_that_could_not_be_read_is_written_by_the_person(folder):
 
     broken = reply("<tool_call>{\x1b", error="The tool call could not be read.")
     shown, log, _ = talk(folder, [broken, reply("fine")], f"x\re\ry\r{END}", editor=editor)
-    assert "not to be run: The tool call could not be read." in shown
+    assert "\nThe tool call could not be read." in shown
     assert log[2:4] == [("edited", EDIT), "learn"] and (folder / "notes.txt").read_text() == "one\nTWO\n"
     shown, log, _ = talk(folder, [broken], f"x\re\r{END}", editor=lambda text, suffix: text)
     assert "nothing was changed" in shown

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from . import terminal
 from .desk import Desk
+from .editing import calls_text
 from .records import Call, SessionError
 from .script import Script, Step
 from .talk import Talk
@@ -89,7 +90,8 @@ class Player(Talk):
 
     def _do_deny(self, told: dict[str, Any]) -> None:
         for name, value in told.items():
-            self.tell(f"{name}: {value}", "bold red")
+            shown = value if isinstance(value, str) else f"\n{calls_text(value)}".rstrip()
+            self.tell(f"{name}: {shown}", "bold red")
         solution = told.get("solution")
         self.session.deny(**{**told, **({"solution": _one(solution)} if solution is not None else {})})
 

@@ -65,10 +65,8 @@ class Talk:
 
     def show(self, reply: Reply) -> None:
         """What a reply wants, before anything runs."""
-        if reply.truncated:
-            self.tell("(cut at the longest answer)", "dim")
         if reply.error:
-            self.problem(f"not to be run: {reply.error}")
+            self.problem(reply.error)
         self.seen = self.desk.looks(reply.calls)
         self.show_looks(self.seen)
 
