@@ -342,6 +342,8 @@ def test_long_texts_are_cut_in_the_middle():
         "99",
     ]
     assert terminal.cut(["a"] * 60) == ["a"] * 60
+    assert terminal.cut(["a" * 1005]) == ["a" * 1000 + " [... 5 more characters ...]"]
+    assert terminal.cut(["a" * 1005] * 90, None) == ["a" * 1005] * 90
 
 
 # The editor

@@ -276,6 +276,7 @@ def test_errors_are_one_clear_line(habit, work, tmp_path, capsys):
     for options, status, said in [
         (["--model", str(work)], 2, f"The session with {work} cannot begin: Unrecognized model"),
         (["--model", str(habit), "--folder", "nowhere"], 2, "--folder nowhere: there is no such folder."),
+        (["--model", str(habit), "--save", str(work)], 2, "keep the session in another folder"),
         (["--model", str(habit), "--set", "nothing=1"], 2, "SDPOConfig has no field 'nothing'"),
         (["--model", str(habit), "--set", "nothing"], 2, "write NAME=VALUE"),
         (["--model", str(habit), "--set", "num_iterations=2"], 2, "A session needs `num_iterations=1`"),

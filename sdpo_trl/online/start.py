@@ -98,6 +98,8 @@ def open_desk(args: argparse.Namespace, script: Script | None, screen: Console) 
     """
     if not args.no_tools and not args.folder.is_dir():
         raise Unusable(f"--folder {args.folder}: there is no such folder.")
+    if args.save is not None and args.save.resolve() == args.folder.resolve() and not args.no_tools:
+        raise Unusable(f"--save {args.save}: keep the session in another folder than the one its tools work in.")
     kind, missing = shell_kind(args.shell)
     if missing is not None and not args.no_tools:
         screen.print(f"note: {missing}", style="yellow")

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from .records import Attempt, AttemptChange, Call, Message, Observation, TokenChange
 
-MAX_LINES = 60  # of a diff or an observation that are shown
+MAX_LINES = 60  # of a diff that are shown at first
+MAX_WIDTH = 1000  # characters of a line
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
@@ -61,12 +62,17 @@ def _append(text: Text, words: str, style: str = "") -> Text:
 
 
 def cut(lines: Sequence[str], limit: int | None = MAX_LINES) -> list[str]:
-    """The first lines and the last ones, and how many stand between; with `None`, all."""
-    if limit is None or len(lines) <= limit:
+    """The first lines and the last ones, and how many stand between; the start of long lines. With `None`, all."""
+    if limit is None:
         return list(lines)
-    tail = limit // 4
-    left = len(lines) - limit + 1
-    return [*lines[: limit - tail - 1], f"[... {left} more lines ...]", *lines[len(lines) - tail :]]
+    if len(lines) > limit:
+        tail = limit // 4
+        middle = f"[... {len(lines) - limit + 1} more lines ...]"
+        lines = [*lines[: limit - tail - 1], middle, *lines[len(lines) - tail :]]
+    return [
+        line if len(line) <= MAX_WIDTH else f"{line[:MAX_WIDTH]} [... {len(line) - MAX_WIDTH} more characters ...]"
+        for line in lines
+    ]
 
 
 def diff_view(diff: str, limit: int | None = MAX_LINES) -> Text:
