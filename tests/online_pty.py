@@ -85,7 +85,7 @@ class Terminal:
             self.raw += data
             self._stream.feed(data)
 
-    def until(self, words: str, after: int = 0, seconds: float = 60) -> int:
+    def until(self, words: str, after: int = 0, seconds: float = 120) -> int:
         """
         Wait for words on the screen, from a place in its text on.
 

@@ -264,6 +264,12 @@ def test_a_command_can_be_stopped(place):
         shell.run("echo begun; sleep 20", 20, 1000)
     assert time.monotonic() - start < 5
     assert shell.run("echo next", 20, 1000) == "next"
+    shell.stop()  # just before it starts
+    with pytest.raises(WorkspaceError, match="It was stopped"):
+        shell.run("sleep 20", 20, 1000)
+    shell.stop()
+    shell.ready()
+    assert shell.run("echo next", 20, 1000) == "next"
 
 
 def test_without_bubblewrap_a_shell_is_refused_or_asked_for_as_unsafe(place, monkeypatch):

@@ -21,6 +21,10 @@ def work(tmp_path):
     return tmp_path / "work"
 
 
+def processes() -> str:
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
 def test_deny_learn_retry_edit_stop_kill_and_go_on(habit, work, tmp_path):
     notes, edited = work / "notes.txt", tmp_path / "edited.yaml"
@@ -64,13 +68,13 @@ def test_deny_learn_retry_edit_stop_kill_and_go_on(habit, work, tmp_path):
         terminal.type("e\r")
         place = terminal.until("yours: y/n/e >", terminal.until("command: echo begun; sleep 61.75", place))
         terminal.type("y\r")
-        terminal.read(2)
+        while "sleep 61.75" not in processes():
+            terminal.read(0.2)
         terminal.type("\x03")
         place = terminal.until("It was stopped.", place)  # the command, not the app
         place = terminal.until("learned: update 1", place)
         place = terminal.until("y/n/e", terminal.until("model", place))
-        running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-        assert "sleep 61.75" not in running
+        assert "sleep 61.75" not in processes()
         os.kill(terminal.process.pid, signal.SIGKILL)
         terminal.process.wait()
     finally:

@@ -109,11 +109,13 @@ class Desk:
             return self.session.approve_edited(calls[0] if len(calls) == 1 else calls)
 
     def stop(self) -> None:
-        """End the shell command that runs now."""
+        """End the shell command that runs, or that is about to."""
         if self.tools is not None:
             self.tools.stop()
 
     def _check(self, seen: Sequence[Look], calls: Sequence[Call]) -> None:
+        if self.tools is not None:
+            self.tools.ready()
         if list(seen) != self.looks(calls):
             raise Changed("The folder has changed since the call was shown; look at it again. Nothing ran.")
 

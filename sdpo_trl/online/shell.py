@@ -128,8 +128,10 @@ class Shell:
             raise WorkspaceError(
                 "The command was not approved, and nothing ran.", "a person must see and approve each command first."
             )
-        self._stop.clear()
-        watched = self._started(command, seconds)
+        try:
+            watched = self._started(command, seconds)
+        finally:
+            self._stop.clear()
         if watched.out[:1] != _READY and watched.ending != "stop":
             said = bytes(watched.err or watched.out).decode("utf-8", "replace").strip()
             raise WorkspaceError(f"The sandbox could not start the command: {said}", "try again, or ask the user.")
@@ -149,8 +151,12 @@ class Shell:
         return output or "(no output)"
 
     def stop(self) -> None:
-        """End the command that runs now; from a signal handler or another thread."""
+        """End the command that runs, or that is about to; from a signal handler or another thread."""
         self._stop.set()
+
+    def ready(self) -> None:
+        """Forget a stop that met no command."""
+        self._stop.clear()
 
     def _started(self, command: str, seconds: float) -> Watched:
         supervisor = Supervisor(seconds, 4 * seconds, self._output_bytes, stop=self._stop)

@@ -64,9 +64,14 @@ class WorkspaceTools:
         return every if self._shell is None else [*every, self.shell]
 
     def stop(self) -> None:
-        """End the shell command that runs now, if one does."""
+        """End the shell command that runs, or that is about to."""
         if self._shell is not None:
             self._shell.stop()
+
+    def ready(self) -> None:
+        """Forget a stop that met no command."""
+        if self._shell is not None:
+            self._shell.ready()
 
     def preview(self, call: dict[str, Any]) -> str | None:
         """
