@@ -3,10 +3,11 @@
 import os
 import shutil
 import signal
-import subprocess
+import time
 
 import online_model
 import online_pty
+import psutil
 import pytest
 
 from sdpo_trl.online.journal import read_journal
@@ -22,7 +23,7 @@ def work(tmp_path):
 
 
 def processes() -> str:
-    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return "\n".join(" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap")
@@ -68,8 +69,10 @@ def test_deny_learn_retry_edit_stop_kill_and_go_on(habit, work, tmp_path):
         terminal.type("e\r")
         place = terminal.until("yours: y/n/e >", terminal.until("command: echo begun; sleep 61.75", place))
         terminal.type("y\r")
+        deadline = time.monotonic() + 60
         while "sleep 61.75" not in processes():
             terminal.read(0.2)
+            assert time.monotonic() < deadline, terminal.text()
         terminal.type("\x03")
         place = terminal.until("It was stopped.", place)  # the command, not the app
         place = terminal.until("learned: update 1", place)
