@@ -1,11 +1,10 @@
 """A session that is killed: `online_worker.py FOLDER GOAL` goes on from the journal there until GOAL updates are made.
 
 Each episode has fixed words and denied answers, so a session that was killed anywhere and continued must end with the
-same conversation, weights and teacher as one that was not. Prints what it ended with; `started` when it works.
+same conversation, weights and teacher as one that was not.
 """
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 
@@ -25,22 +24,22 @@ def scripted(trainer, prompt_ids, count, on_text=None):
 
 
 def act(session, goal: int) -> None:
-    """The next thing that the conversation's state asks for, until `goal` updates are made."""
-    while session.updates < goal or session.pending is not None:
-        turns = [turn["role"] for turn in session.messages]
-        learned = len(session._updates.metrics)
+    """The next thing that the state alone asks for, until `goal` updates are made and the conversation is cleared."""
+    while session.updates < goal or len(session.messages) > 1:
+        last, learned = session.messages[-1], session.updates
         if session.pending is not None:
             number = len(session.attempts)
             session.deny(f"wrong {number}", solution="better" if number else None)
-        elif turns[-1] != "user":
+        elif last["role"] != "user":
             session.say(f"task {learned}")
-        elif not session.attempts or len(session.attempts) < 1 + learned % 2:
+        elif (task := int(last["content"].removeprefix("task "))) < learned:
+            if task % 3 == 1:
+                session.save(session.trainer.args.output_dir + "/saved")
+            session.clear()
+        elif len(session.attempts) < 1 + task % 2:
             session.respond()
         else:
             session.learn()
-            session.clear()
-            if learned % 3 == 1:
-                session.save(session.trainer.args.output_dir + "/saved")
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
@@ -48,22 +47,20 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return hashlib.sha256(joined).hexdigest()[:16]
 
 
-def main() -> None:
-    folder, goal = Path(sys.argv[1]), int(sys.argv[2])
-    torch.set_num_threads(1)
-    conversation.sample = scripted
-    print("started", flush=True)
+def live(folder: Path, goal: int) -> dict:
+    """Go on from the journal in a folder, or begin it; what the session ended with."""
     with talk.session(folder, session_journal=folder / "journal.jsonl", learning_rate=3e-3) as session:
         act(session, goal)
         moments = session.trainer.optimizer.state_dict()["state"]
         stores = {f"{n}.{k}": v for n, s in session.trainer._stores.items() for k, v in s.whole()}
-        result = {
+        return {
             "weights": digest(tiny.trained(session.trainer.model)), "teacher": digest(stores),
-            "step": session.trainer.state.global_step, "messages": session.messages,
+            "step": session.trainer.state.global_step, "state": session._state.record(),
             "moments": digest({str(i): v["exp_avg"] for i, v in moments.items()}),
         }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    conversation.sample = scripted
+    live(Path(sys.argv[1]), int(sys.argv[2]))
