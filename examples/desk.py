@@ -268,9 +268,9 @@ def warm_start(
     tokenizer: PreTrainedTokenizerFast,
     seed: int = 0,
     *,
-    steps: int = 300,
-    batch_size: int = 64,
-    learning_rate: float = 4e-3,
+    steps: int = 420,
+    batch_size: int = 32,
+    learning_rate: float = 6e-3,
     habit: float = 0.95,
 ) -> float:
     """

@@ -90,13 +90,15 @@ def embedded(options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
 def session_of(model: Any, tokenizer: Any, options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
     """A session on the small model, with the settings of the table."""
     args = online_config(
-        options.output_dir, learning_rate=options.learning_rate, teacher_model_kind="ema", teacher_update_rate=0.5,
-        max_completion_length=24, reprompt_template=desk.REPROMPT_TEMPLATE, solution_template=desk.SOLUTION_TEMPLATE,
+        options.output_dir, learning_rate=options.learning_rate, adam_beta1=0.5, lr_scheduler_type="linear",
+        max_steps=options.corrections, teacher_model_kind="ema", teacher_update_rate=0.5, max_completion_length=24,
+        reprompt_template=desk.REPROMPT_TEMPLATE, solution_template=desk.SOLUTION_TEMPLATE,
         feedback_template=desk.FEEDBACK_TEMPLATE, seed=options.seed, disable_tqdm=True, use_cpu=True, bf16=False,
     )  # fmt: skip
     journal = Path(options.output_dir) / "journal.jsonl"
     journal.unlink(missing_ok=True)
-    adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    layers = ["gate_proj", "up_proj", "down_proj"]
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=layers, task_type="CAUSAL_LM")
     torch.manual_seed(options.seed)
     return OnlineSession(model, tokenizer, args, peft_config=adapter, tools=work.tools, journal=journal)
 
@@ -147,7 +149,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--learning_rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    options.learning_rate = options.learning_rate or (2e-4 if options.model else 3e-3)
+    options.learning_rate = options.learning_rate or (2e-4 if options.model else 1.1e-2)
     torch.set_num_threads(1 if options.model is None else torch.get_num_threads())
     work = desk.Desk()
     with (real if options.model else embedded)(options, work) as session:

@@ -92,15 +92,33 @@ def journal_rows(path: "str | Path") -> list[dict[str, Any]]:
         path (`str` or `Path`): Of the journal.
 
     Returns:
-        `list[dict]`: `prompt` (messages), `privileged_context` and `demonstration` (text or `None`), `tools` (JSON
-        schemas, where the chat template describes them), and of the answer `prompt_ids`, `completion_ids`, `logprobs`.
+        `list[dict]`: `messages` and `tools` (JSON schemas as text, `None` where the chat template describes none), as
+        [`~sdpo_trl.rows.prompt_row`] reads them; `privileged_context` and `demonstration` (text or `None`); and of the
+        answer `prompt_ids`, `completion_ids`, `logprobs`. Arguments of calls are text, too, so that
+        `Dataset.from_list` takes the rows of any session.
     """
     rows: dict[str, dict[str, Any]] = {}
     for event in updates_in_force(read_journal(path)).values():
         for row in event.get("rows", []):  # none for what was learned before the journal began
             # An answer is learned from again at each later update of its episode; what it was told last counts.
-            rows[json.dumps([row["prompt_ids"], row["completion_ids"], row["logprobs"]])] = row
+            rows[json.dumps([row["prompt_ids"], row["completion_ids"], row["logprobs"]])] = {
+                "messages": [_flat(turn) for turn in row["prompt"]],
+                "tools": json.dumps(row["tools"]) if "tools" in row else None,
+                **{name: row[name] for name in _COLUMNS},
+            }
     return list(rows.values())
+
+
+_COLUMNS = ("privileged_context", "demonstration", "prompt_ids", "completion_ids", "logprobs")
+
+
+def _flat(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn whose calls have their arguments as text."""
+    if not turn.get("tool_calls"):
+        return turn
+    functions = [call["function"] for call in turn["tool_calls"]]
+    calls = [{**function, "arguments": json.dumps(function["arguments"])} for function in functions]
+    return {**turn, "tool_calls": [{"type": "function", "function": function} for function in calls]}
 
 
 class Journal:
