@@ -71,6 +71,7 @@ class SDPOTrainer(ObservedTrainer):
         `NotImplementedError`: FSDP1, or forms of ZeRO-3 whose weights a teacher's could not replace.
     """
 
+    _teacher_pass_type = TeacherPass
     _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
     _name = "SDPO"
     _paper = {  # noqa: RUF012 - as TRL declares it
@@ -179,7 +180,7 @@ class SDPOTrainer(ObservedTrainer):
         if args.use_teacher_server:
             self._teacher_pass = ServerPass(self)
         else:
-            self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
+            self._teacher_pass = self._teacher_pass_type(self, self._teacher, teacher_tap, once)
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (

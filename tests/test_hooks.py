@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from sdpo_trl import SDPOTrainer
+from sdpo_trl.online import OnlineTrainer
 
 # The source without comments, docstrings and layout. To renew one after reading what changed: run this file.
 EXPECTED = {
@@ -39,6 +39,9 @@ EXPECTED = {
     "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
     "GRPOTrainer._save_checkpoint": "96c508fc0fca70f7",
     "Trainer.train": "ef0b73cdf6420286",
+    "Trainer._inner_training_loop": "68a3ebc1aaea235b",
+    "Trainer._run_epoch": "28066199eba1991e",
+    "Trainer._finalize_training": "6915ca6112509126",
     "Trainer._get_grad_norm": "b2787642923d849b",
     "Trainer.save_model": "0ea4ba18a261c6c7",
     "Trainer.push_to_hub": "725529267e92cc52",
@@ -91,8 +94,8 @@ def ours(cls):
     return cls.__module__.startswith("sdpo_trl")
 
 
-LAYERS = [cls for cls in SDPOTrainer.__mro__ if ours(cls)]
-BELOW = [cls for cls in SDPOTrainer.__mro__ if not ours(cls) and cls is not object]
+LAYERS = [cls for cls in OnlineTrainer.__mro__ if ours(cls)]
+BELOW = [cls for cls in OnlineTrainer.__mro__ if not ours(cls) and cls is not object]
 
 
 def overrides():

@@ -162,7 +162,6 @@ CASES = {
     "diagnostics_warning_interval": Case(1, "warnings", {"reward": hopeless}),
     "diagnostics_flat_tolerance": Case(1e9, "warnings", {"diagnostics_warning_interval": 1}),
 }
-SAMPLED = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
 LINEAR = {"distillation_weight_schedule": "linear"}
 BUFFER = {"success_buffer_size": 2, "data": two_questions()}
 CASES |= {
@@ -177,8 +176,8 @@ CASES |= {
     "distillation_log_ratio_clip": Case(0.01, "loss"),
     "distillation_log_ratio_clip_running": Case(0.5, "loss"),
     "distillation_is_clip_low": Case(0.999, "loss", {"num_iterations": 3, "distillation_is_clip": None}),
-    "distillation_gain_target": Case(5.0, "loss", SAMPLED),
-    "distillation_gain_max": Case(2.0, "loss", {**SAMPLED, "distillation_gain_target": 100.0}),
+    "distillation_gain_target": Case(5.0, "loss"),
+    "distillation_gain_max": Case(2.0, "loss", {"distillation_gain_target": 100.0}),
     "distillation_signal": Case("advantage_magnitude", "loss"),
     "advantage_magnitude_clip": Case(0.001, "loss", {"distillation_signal": "advantage_magnitude"}),
     "teacher_proximal_share": Case(0.3, "loss"),
@@ -227,7 +226,7 @@ SERVER = {
     "vllm_mode": "server",
     "vllm_importance_sampling_correction": False,
     "teacher_model_kind": "live",
-    **SAMPLED,
+    "distillation_mode": "sampled_token",
 }
 CASES |= {"use_teacher_server": Case(True, "requests", SERVER)}
 NEW_FIELDS = sorted(

@@ -112,6 +112,19 @@ def _closed(folder: str) -> bool:
     return not all(os.stat(path).st_mode & 0o001 for path in (folder, *Path(folder).parents))
 
 
+def system_folders() -> list[str]:
+    """Bubblewrap's options that show the programs of the host and their libraries, read-only."""
+    line = ["--ro-bind", "/usr", "/usr"]
+    for folder in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            line += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            line += ["--ro-bind", folder, folder]
+    if os.path.exists("/etc/ld.so.cache"):
+        line += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    return line
+
+
 def command(
     bwrap: str, python: str, disk_bytes: int, read_only: Sequence[str], filter_fd: int, info_fd: int
 ) -> list[str]:
@@ -138,15 +151,8 @@ def command(
     closed = [] if os.geteuid() else [root for root in roots if _closed(root)]
 
     line = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--ro-bind", "/usr", "/usr"]
-    line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp"]
-    for folder in ("/bin", "/lib", "/lib64"):
-        if os.path.islink(folder):
-            line += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            line += ["--ro-bind", folder, folder]
-    if os.path.exists("/etc/ld.so.cache"):
-        line += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1"]
+    line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp", *system_folders()]
     for root in roots:
         source = f"/mnt/{closed.index(root)}" if root in closed else root
         for part in ("/bin", "/lib", "/lib64") if root == prefix else ("",):
