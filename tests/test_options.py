@@ -227,6 +227,7 @@ SERVER = {
     "vllm_importance_sampling_correction": False,
     "teacher_model_kind": "live",
     "distillation_mode": "sampled_token",
+    "distillation_alpha": 1.0,
 }
 CASES |= {"use_teacher_server": Case(True, "requests", SERVER)}
 NEW_FIELDS = sorted(

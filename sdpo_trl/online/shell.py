@@ -72,7 +72,7 @@ class Shell:
         output_bytes (`int`): More output ends the command.
 
     Raises:
-        [`~sdpo_trl.environments.SandboxUnavailable`]: bubblewrap is missing or cannot work here.
+        [`~sdpo_trl.environments.sandbox.SandboxUnavailable`]: bubblewrap is missing or cannot work here.
     """
 
     def __init__(

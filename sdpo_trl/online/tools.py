@@ -273,7 +273,7 @@ def workspace_tools(
     Raises:
         `FileNotFoundError`, `NotADirectoryError`: there is no such folder.
         `ValueError`: `unsafe_shell` without `approve`, or the folder is the root of the file system.
-        [`~sdpo_trl.environments.SandboxUnavailable`]: a shell is wanted, and bubblewrap is missing.
+        [`~sdpo_trl.environments.sandbox.SandboxUnavailable`]: a shell is wanted, and bubblewrap is missing.
     """
     if unsafe_shell and approve is None:
         raise ValueError("`unsafe_shell=True` without `approve=` has no effect: without it there is no shell.")
