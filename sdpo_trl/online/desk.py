@@ -46,7 +46,7 @@ class Desk:
         closed (`Sequence[str]`): Paths in the folder that tools may not look into.
 
     Raises:
-        [`~sdpo_trl.environments.sandbox.SandboxUnavailable`]: a shell in a sandbox is wanted, and there is no bubblewrap.
+        [`~sdpo_trl.environments.sandbox.SandboxUnavailable`]: a shell is wanted, and there is no bubblewrap.
     """
 
     def __init__(self, folder: str | Path | None, shell: str = "sandbox", closed: Sequence[str] = ()) -> None:
