@@ -1,4 +1,4 @@
-"""Each launch line of the README, on the CPU of one machine: the file as it is, with fewer processes and no bfloat16."""
+"""Each launch line of the README, on one machine's CPU: the file as it is, with fewer processes and no bfloat16."""
 
 import importlib.util
 import json
