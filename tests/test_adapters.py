@@ -199,7 +199,7 @@ def with_others():
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["ema", "trust_region"])
 def test_only_the_active_adapter_trains_teaches_and_is_exported(tmp_path, kind):
     trainer = make(tmp_path / "run", kind, with_others(), beta=0.1)
     others = {n: p.clone() for n, p in trainer.model.named_parameters() if "mine" not in n}

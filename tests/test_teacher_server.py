@@ -53,8 +53,7 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("case", EXACT)
-@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize(("case", "peft"), [*((case, False) for case in EXACT), ("sampled", True), ("stale", True)])
 def test_the_same_training_as_by_a_pass_here(tmp_path, monkeypatch, case, peft):
     runs = []
     for here in (True, False):
