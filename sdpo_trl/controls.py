@@ -58,8 +58,9 @@ class ControlOptions:
         distillation_is_clip_low (`float`, *optional*):
             Lower bound of the importance ratio of stale rollouts, in `[0, 1]` and below `distillation_is_clip`.
         distillation_gain_target (`float`, *optional*):
-            With `"sampled_token"`: scale the per-token advantages of each micro-batch (of all processes) up so that
-            their mean size reaches this, in nats.
+            Scale the divergence of each micro-batch up so that the mean size of what the teacher says about the
+            sampled tokens (`|log p_T - log p_S|`, over all processes) reaches this, in nats: a small correction then
+            counts beside the larger ones that an optimizer remembers, and beside a KL anchor.
         distillation_gain_max (`float`, *optional*, defaults to `10.0`):
             Bound of that gain, `>= 1`.
 
@@ -130,7 +131,7 @@ class ControlOptions:
         default=None, metadata={"help": "Lower bound of the importance ratio of stale rollouts."}
     )
     distillation_gain_target: float | None = field(
-        default=None, metadata={"help": "Mean size that per-token advantages are scaled up to."}
+        default=None, metadata={"help": "Mean |log p_T - log p_S| that small corrections are scaled up to."}
     )
     distillation_gain_max: float = field(default=10.0, metadata={"help": "Bound of that gain."})
     distillation_signal: Signal = field(
@@ -252,11 +253,6 @@ class ControlOptions:
                 for name in ("end", "decay_steps")
             ),
             ("token_weighting_beta", self.token_weighting != "none", "a `token_weighting`"),
-            (
-                "distillation_gain_target",
-                self.distillation_mode == "sampled_token",
-                "`distillation_mode='sampled_token'`",
-            ),
             ("distillation_gain_max", self.distillation_gain_target is not None, "a `distillation_gain_target`"),
             ("advantage_magnitude_clip", not own_loss, "`distillation_signal='advantage_magnitude'`"),
             ("teacher_snapshot_gate", self.teacher_model_kind == "snapshot", "`teacher_model_kind='snapshot'`"),

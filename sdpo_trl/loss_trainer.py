@@ -4,6 +4,7 @@ Knows: TRL's `_compute_loss`, heads, weights of tokens and rows. Deliberately do
 feedback is selected.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,7 @@ class LossTrainer(FeedbackTrainer):
                 policy["old_per_token_logps"] = torch.where(kept, policy["old_per_token_logps"], near)
             return result
 
-        with self._tap.consume(score), outputs_of(model) as outputs:
+        with self._around_student(model, inputs), self._tap.consume(score), outputs_of(model) as outputs:
             policy_loss = super()._compute_loss(model, policy)
         sums = self._sums.add_tokens(self._mode, token_sums(scored[0], spec))
         if self._acts:
@@ -72,6 +73,10 @@ class LossTrainer(FeedbackTrainer):
     def _teacher_head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
         """The teacher's head over the active tokens."""
         return self._teacher_pass.head(inputs, active)
+
+    def _around_student(self, model: torch.nn.Module, inputs: dict[str, Any]) -> AbstractContextManager[None]:
+        """What surrounds the student's forward over one micro-batch, after the teacher's: here nothing."""
+        return nullcontext()
 
     @property
     def _scales_advantages(self) -> bool:
@@ -94,7 +99,7 @@ class LossTrainer(FeedbackTrainer):
         return replace(spec, log_ratio_clip=min(fixed, multiple * mean))
 
     def _gain(self, scores: TokenScores, spec: DivergenceSpec) -> float:
-        """What brings the mean size of the per-token advantages up to its target, bounded; 1 without one."""
+        """What brings the mean size of the gap at the sampled tokens up to its target, bounded; 1 without one."""
         args = self.args
         if args.distillation_gain_target is None:
             return 1.0

@@ -98,6 +98,15 @@ class WeightStore:
         for parameter, value in self._pairs():  # one after the other: no second copy of the model at any time
             value.lerp_(layout_of(parameter).part(parameter).to(value.device, value.dtype), rate)
 
+    def copied(self) -> dict[str, torch.Tensor]:
+        """A copy of this process's part of every tensor, for [`WeightStore.put_back`]."""
+        self._pairs()
+        return {name: value.clone() for name, value in self._values.items()}
+
+    def put_back(self, values: dict[str, torch.Tensor]) -> None:
+        """Take the values as they were copied, bit for bit."""
+        self._values = {name: value.clone() for name, value in values.items()}
+
     @torch.no_grad()
     def distance(self) -> float:
         """`||t - s||_2` over all stored tensors, each whole."""

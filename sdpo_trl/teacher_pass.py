@@ -1,20 +1,18 @@
 """Running the teacher: only the rows that have feedback, once per rollout batch where it can, shared prefixes once.
 
-Knows: forwards, caches, padding. Deliberately does not know: what the teacher is told, losses.
+Knows: forwards, padding. Deliberately does not know: what the teacher is told, losses.
 """
 
-import inspect
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import DynamicCache
 
 from .batches import student_positions, teacher_view, vision_inputs
 from .heads import HeadTap, MixedHead, TokenHead
+from .prefixes import EncodedPrefixes, PrefixPlan, deviation, plan_prefixes, shares_prefixes
 from .scores import head_entropy
 from .shards import whole_shape
 from .teacher import Teacher, TrustRegionTeacher
@@ -26,84 +24,6 @@ logger = logging.getLogger(__name__)
 _DEVICE_BYTES = 1 << 30
 # Sharing must save this share of the tokens to be worth a second forward.
 _WORTH = 0.9
-
-
-@dataclass(frozen=True)
-class PrefixPlan:
-    """
-    Which beginnings of `R` prompts are encoded once.
-
-    Args:
-        prefixes (`list[list[int]]`): One per group.
-        group (`list[int]`): The group of each row.
-        rests (`list[list[int]]`): What follows in each row's prompt, at least one token.
-    """
-
-    prefixes: list[list[int]]
-    group: list[int]
-    rests: list[list[int]]
-
-    def tokens(self, completion_length: int) -> int:
-        """Positions that the two forwards compute, padding included."""
-        longest_prefix, longest_rest = max(map(len, self.prefixes)), max(map(len, self.rests))
-        return len(self.prefixes) * longest_prefix + len(self.rests) * (longest_rest + completion_length)
-
-
-def plan_prefixes(prompts: Sequence[Sequence[int]], keys: Sequence[Any]) -> PrefixPlan | None:
-    """
-    The longest common beginning of the prompts that share a key, leaving each at least one token of its own.
-
-    Args:
-        prompts (`Sequence[Sequence[int]]`): Token ids without padding.
-        keys (`Sequence`): One hashable per row, say the student's prompt; prompts with one key are likely to begin
-        alike.
-
-    Returns:
-        [`PrefixPlan`] or `None`: `None` if a group has no common beginning.
-    """
-    members: dict[Any, list[int]] = {}
-    for row, key in enumerate(keys):
-        members.setdefault(key, []).append(row)
-    prefixes, group, rests = [], [0] * len(prompts), [[]] * len(prompts)
-    for index, rows in enumerate(members.values()):
-        shortest = min(len(prompts[row]) for row in rows)
-        first = prompts[rows[0]]
-        length = next((i for i in range(shortest) if any(prompts[row][i] != first[i] for row in rows)), shortest)
-        length = min(length, shortest - 1)
-        if length < 1:
-            return None
-        prefixes.append(list(first[:length]))
-        for row in rows:
-            group[row], rests[row] = index, list(prompts[row][length:])
-    return PrefixPlan(prefixes, group, rests)
-
-
-def _pad_left(rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, int64 of shape `(R, longest)`."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
-    return ids, mask
-
-
-def shares_prefixes(model: Any) -> bool:
-    """Whether a cache of keys and values can stand for a prefix: full attention in every layer, with a plain mask."""
-    config = model.config.get_text_config()
-    values = config.to_dict()
-    # Frequencies that follow the length of the input ("dynamic", "longrope") differ between a prefix and the whole.
-    rotary = _values_of("rope_type", values) <= {None, "default", "linear", "llama3", "yarn"}
-    plain = all(kind == "full_attention" for kind in values.get("layer_types") or [])
-    windowed = values.get("sliding_window") is not None and values.get("use_sliding_window", True)
-    known = config._attn_implementation in ("eager", "sdpa")
-    attends = model._supports_sdpa and not model._is_stateful and not values.get("is_encoder_decoder")
-    return plain and rotary and not windowed and known and attends
-
-
-def _values_of(key: str, tree: Any) -> set[Any]:
-    """All values of `key` in nested dictionaries."""
-    if not isinstance(tree, dict):
-        return set()
-    return {value for name, value in tree.items() if name == key}.union(*(_values_of(key, x) for x in tree.values()))
 
 
 class TeacherPass:
@@ -126,9 +46,6 @@ class TeacherPass:
         usual = not (trainer._is_vlm or prompt_learning or trainer.pad_to_multiple_of)
         self._shares = usual and shares_prefixes(tap.model)
         self._verified = False
-        # Newer versions of transformers call it `cache`, and deprecate the older name.
-        accepted = inspect.signature(type(tap.model.base_model).forward).parameters
-        self._cache_argument = "cache" if "cache" in accepted else "past_key_values"
 
     @property
     def reads_student(self) -> bool:
@@ -241,10 +158,7 @@ class TeacherPass:
         if not self._verified:
             self._verified = True
             truth = self._plain_hidden(model, inputs, rows)
-            used = inputs["completion_mask"][rows].bool()
-            scale = truth[used].abs().max().clamp(min=1e-6) if used.any() else truth.new_ones(())
-            error = ((hidden - truth)[used].abs().max() / scale).float() if used.any() else truth.new_zeros(())
-            limit = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 5e-2
+            error, limit = deviation(hidden, truth, inputs["completion_mask"][rows].bool())
             if self._trainer.accelerator.gather(error.reshape(1)).max().item() > limit:
                 logger.warning("SDPO: this model's cached prefixes are not exact, so they are not shared.")
                 self._shares = False
@@ -295,16 +209,9 @@ class TeacherPass:
     ) -> torch.Tensor:
         """Two forwards: the distinct prefixes, then each row's rest and answer on top of its prefix' cache."""
         length = inputs["completion_ids"].size(1)
-        prefix_ids, prefix_mask = _pad_left(plan.prefixes, rows.device)
-        rest_ids, rest_mask = _pad_left(plan.rests, rows.device)
-        group = torch.tensor(plan.group, device=rows.device)
-        cache = DynamicCache(config=self._tap.model.config)
-        options = {self._cache_argument: cache, "use_cache": True, "fused_lm_head": True, "labels": None}
+        options = {"fused_lm_head": True, "labels": None}
         with self._trainer.accelerator.autocast(), self._tap.capture() as heads:
-            model(input_ids=prefix_ids, attention_mask=prefix_mask, **options)
-            cache.batch_select_indices(group)
-            mask = torch.cat([prefix_mask[group], rest_mask, inputs["completion_mask"][rows]], dim=1)
-            positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, prefix_ids.size(1) :]
-            ids = torch.cat([rest_ids, self._completions(inputs)[rows]], dim=1)
-            model(input_ids=ids, attention_mask=mask, position_ids=positions, **options)
+            prefixes = EncodedPrefixes.of(model, self._tap.model, plan.prefixes, rows.device, **options)
+            answers = self._completions(inputs)[rows], inputs["completion_mask"][rows]
+            model(**prefixes.continued(plan.group, plan.rests, *answers), **options)
         return heads[1].hidden[:, -length - 1 : -1]

@@ -118,11 +118,10 @@ class TeacherPromptBuilder:
         return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
-        """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""
+        """Whether each prompt, ids of shape `(B, P)` padded left, ends by opening a thinking block."""
         tails = self._tokenizer.batch_decode(prompt_ids[:, -16:])
-        return [
-            tail.rpartition("<think>")[1] != "" and "</think>" not in tail.rpartition("<think>")[2] for tail in tails
-        ]
+        # Words behind the tag are the user's, who speaks of it.
+        return [tail.rstrip().endswith("<think>") for tail in tails]
 
     def _write(self, prompt: Prompt, hint: Hint | None) -> Prompt:
         if hint is None or not hint.changes_prompt:

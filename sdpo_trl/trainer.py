@@ -23,10 +23,12 @@ from .observed_trainer import ObservedTrainer, StepClockCallback
 from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .shards import check_sharding, whole_shape
 from .store import WeightStore
-from .teacher import Teacher, build_teacher
+from .teacher import Teacher, build_teacher, keep_gradients
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
+from .weight_sync import send_merged
 
 
 class SDPOTrainer(ObservedTrainer):
@@ -46,7 +48,8 @@ class SDPOTrainer(ObservedTrainer):
       gradient, and adds `w` times the divergence of the two next-token distributions; GRPO's advantages are scaled by
       `1 - w`. With `w = 0` it is GRPO bit for bit.
 
-    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited.
+    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited. For a rule
+    of your own about what the teacher is told, override `choose_hints`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
@@ -68,6 +71,7 @@ class SDPOTrainer(ObservedTrainer):
         `NotImplementedError`: FSDP1, or forms of ZeRO-3 whose weights a teacher's could not replace.
     """
 
+    _teacher_pass_type = TeacherPass
     _tag_names = ["trl", "sdpo"]  # noqa: RUF012 - as TRL declares it
     _name = "SDPO"
     _paper = {  # noqa: RUF012 - as TRL declares it
@@ -121,6 +125,8 @@ class SDPOTrainer(ObservedTrainer):
         self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
+            if self.use_vllm:
+                send_merged(self.vllm_generation)
             self._set_up_distillation(teacher_model)
         self.add_callback(StepClockCallback(self._clock))
 
@@ -143,6 +149,7 @@ class SDPOTrainer(ObservedTrainer):
                 f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one."
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        keep_gradients(base)
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()
@@ -160,7 +167,6 @@ class SDPOTrainer(ObservedTrainer):
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
-        self._teacher_pass = TeacherPass(self, self._teacher, teacher_tap, once)
         self.add_callback(
             TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size, self._clock)
         )
@@ -171,6 +177,10 @@ class SDPOTrainer(ObservedTrainer):
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
+        if args.use_teacher_server:
+            self._teacher_pass = ServerPass(self)
+        else:
+            self._teacher_pass = self._teacher_pass_type(self, self._teacher, teacher_tap, once)
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (
@@ -250,6 +260,8 @@ class SDPOTrainer(ObservedTrainer):
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
                 if "grad_norm" in logs and self._used_weight > 0 and not self._scales_advantages:
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/gap_size"])
+            if self.args.use_teacher_server:  # which tells too little to know it
+                means.pop("sdpo/teacher_entropy", None)
             if not self.reward_funcs:
                 means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
             if self._acts:

@@ -1,19 +1,22 @@
 """
 The client side of test_hub.py, in processes of their own: `HF_ENDPOINT` is read when huggingface_hub is imported.
 
-`python hub_worker.py push FOLDER` trains `org/tiny-base` with an adapter and in full and pushes both; `load FOLDER`
-loads both back from the Hub, and runs the snippet of each card.
+`python hub_worker.py push FOLDER` trains `org/tiny-base` with an adapter, in full and in a session, and pushes all of
+them; `load FOLDER` loads them back from the Hub, and runs the snippet of each card.
 """
 
 import re
 import sys
 from pathlib import Path
 
+import talk
 import tiny
 import torch
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sdpo_trl.online import OnlineSession
 
 IDS = torch.tensor([[10, 20, 30, 40, 50]])
 
@@ -45,7 +48,17 @@ def push(folder):
     )
     full.train()
     full.push_to_hub()  # without `push_to_hub=True`
-    torch.save({"adapter": logits(adapter.model), "full": logits(full.model)}, folder / "pushed.pt")
+    options = talk.options(folder / "online", max_completion_length=8)
+    with OnlineSession(
+        "org/tiny-base", tokenizer, options, peft_config=tiny.lora(), journal=folder / "online" / "journal.jsonl"
+    ) as session:
+        session.say("secret words")
+        session.respond()
+        session.deny("secret correction")
+        session.learn()
+        session.push_to_hub("me/online", commit_message="A session")
+        online = logits(session.trainer.model)
+    torch.save({"adapter": logits(adapter.model), "full": logits(full.model), "online": online}, folder / "pushed.pt")
 
 
 def run_snippet(name):
@@ -63,6 +76,7 @@ def load(folder):
         "base": logits(base),
         "adapter": logits(PeftModel.from_pretrained(base, "me/adapter")),
         "adapter, at once": logits(AutoPeftModelForCausalLM.from_pretrained("me/adapter")),
+        "online": logits(AutoPeftModelForCausalLM.from_pretrained("me/online")),
         "full": logits(AutoModelForCausalLM.from_pretrained("me/full")),
         "tokens": AutoTokenizer.from_pretrained("me/adapter")("task 1")["input_ids"],
         "said": {name: run_snippet(name) for name in ("me/adapter", "me/full")},

@@ -117,10 +117,10 @@ def test_prompt_weights_multiply_the_rows_loss(tmp_path):
     tiny.assert_near(weighted, summed)
 
 
-def test_the_gain_brings_small_corrections_to_their_target(tmp_path):
-    sampled = {"distillation_mode": "sampled_token", "distillation_alpha": 1.0}
+@pytest.mark.parametrize("mode", [{"distillation_mode": "sampled_token", "distillation_alpha": 1.0}, {}])
+def test_the_gain_brings_small_corrections_to_their_target(tmp_path, mode):
     plain, scaled, bounded = (
-        make(tmp_path, **sampled, **options)
+        make(tmp_path, **mode, **options)
         for options in ({}, {"distillation_gain_target": 3.0}, {"distillation_gain_target": 1e6})
     )
     inputs = batch(plain)

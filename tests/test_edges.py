@@ -10,8 +10,8 @@ from transformers import BambaConfig, FalconH1Config, GPT2Config, JambaConfig
 
 from sdpo_trl.divergence import DivergenceSpec
 from sdpo_trl.heads import MixedHead, TokenHead
+from sdpo_trl.prefixes import shares_prefixes
 from sdpo_trl.scores import ScoreRequest, score_tokens
-from sdpo_trl.teacher_pass import shares_prefixes
 
 SIZES = {
     "vocab_size": 104, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

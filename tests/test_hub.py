@@ -66,26 +66,35 @@ def test_only_known_routes_are_asked(pushed, loaded):
 
 
 TOKENIZER = {"chat_template.jinja", "tokenizer.json", "tokenizer_config.json"}
-# `training_args.bin` is what `Trainer` pushes of the settings; git's attributes are the Hub's own.
-SHARED = {"README.md", "training_args.bin", *TOKENIZER}
+SHARED = {"README.md", *TOKENIZER}
 
 
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
         ("me/adapter", {"adapter_config.json", "adapter_model.safetensors"}),
+        ("me/online", {"adapter_config.json", "adapter_model.safetensors"}),
         ("me/full", {"config.json", "generation_config.json", "model.safetensors"}),
     ],
 )
 def test_the_student_the_tokenizer_and_the_card_are_there_and_nothing_else(pushed, name, weights):
-    hub, _ = pushed
+    hub, folder = pushed
     files = hub.files["model", name]
-    tables = {path for path in files if path.startswith("completions/")}  # TRL keeps them in the same folder
-    assert set(files) - tables == SHARED | weights
-    assert bool(tables) == (name == "me/adapter")
+    assert set(files) == SHARED | weights
+    output = folder / name.split("/")[1]  # where TRL keeps its tables, and `Trainer` its pickled settings
+    assert (output / "training_args.bin").is_file()
+    assert any((output / "completions").glob("*.parquet")) == (name == "me/adapter")
     (tensors,) = (load(content) for path, content in files.items() if path.endswith(".safetensors"))
-    assert len(tensors) == (8 if name == "me/adapter" else len(list(tiny.build_model().parameters())))
+    assert len(tensors) == (8 if name != "me/full" else len(list(tiny.build_model().parameters())))
     assert not any(word in key for key in tensors for word in ("teacher", "ema", "ref", "initial"))
+
+
+def test_nothing_of_a_conversation_is_pushed(pushed):
+    hub, folder = pushed
+    journal = (folder / "online" / "journal.jsonl").read_text()
+    assert "secret words" in journal and "secret correction" in journal
+    assert not any(b"secret" in content for content in hub.files["model", "me/online"].values())
+    assert [message for repo, message, _ in hub.commits if repo == ("model", "me/online")] == ["A session"]
 
 
 def test_every_checkpoint_and_the_end_are_commits(pushed):
@@ -100,7 +109,8 @@ def test_what_is_loaded_back_is_what_was_trained(pushed, loaded):
     trained = torch.load(folder / "pushed.pt", weights_only=True)
     assert torch.equal(loaded["adapter"], trained["adapter"]) and torch.equal(loaded["full"], trained["full"])
     assert torch.equal(loaded["adapter, at once"], trained["adapter"])
-    for name in ("adapter", "full"):
+    assert torch.equal(loaded["online"], trained["online"])
+    for name in ("adapter", "full", "online"):
         assert not torch.allclose(loaded[name], loaded["base"], atol=1e-3)
     assert loaded["tokens"] == tiny.build_tokenizer()("task 1")["input_ids"]
 

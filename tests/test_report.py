@@ -309,6 +309,21 @@ def test_siblings_without_feedback_are_shown_without_values(tmp_path):
     assert "had nothing to read" in look.seen[0].notes[0]
 
 
+def test_feedback_on_single_turns_is_shown(tmp_path):
+    def feedback(prompts, completions, rewards, **columns):
+        return [[(0, "begin"), (1, "carry")]] * len(prompts)
+
+    look = Keeping(every=1)
+    tiny.trainer(
+        tmp_path, tiny.never, trainer_callbacks=[look], trainer_feedback_func=feedback, log_completions=True,
+        max_steps=1, trainer_rollout_func=tiny.scripted(["ab cd"], [[1, 1, 0, 1, 1]]),
+    ).train()  # fmt: skip
+    (rollout,) = look.seen[0].rollouts
+    assert rollout.feedback == "[turn 0] begin\n\n[turn 1] carry"
+    again = table_heatmap(tmp_path / "completions" / "completions_00001.parquet", rescorer(tiny.build_model()))
+    assert again.rollouts[0].feedback == rollout.feedback and "single turns" in again.notes[1]
+
+
 def test_nothing_to_show_waits_for_a_step_that_has_something(tmp_path):
     steps = []
 
@@ -405,6 +420,40 @@ def test_tool_messages_of_a_table_are_context():
 def test_a_table_without_its_columns_is_refused():
     with pytest.raises(ValueError, match="no column `completion`"):
         read_table(pd.DataFrame({"prompt": ["a"]}))
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_empty_cells_of_a_table_are_nothing(missing):
+    full = {"step": 3, "prompt": "a", "completion": "b", "feedback": "no", "advantage": 0.5, "r": 1.0}
+    for name in full:
+        rows = read_table(pd.DataFrame([full, {**full, name: missing}]))
+        assert rows[0].step == 3 and rows[0].advantage == 0.5
+        for field, value in (
+            ("step", None),
+            ("prompt", ""),
+            ("completion", ""),
+            ("feedback", None),
+            ("advantage", None),
+        ):
+            assert getattr(rows[1], field) == (value if field == name else full[field])
+    frame = pd.DataFrame([full, {**full, "completion": missing, "step": missing, "advantage": missing}])
+    assert len(table_heatmap(frame, rescorer()).rollouts) == 1
+
+
+def test_numbers_that_show_nothing_are_refused():
+    frame = pd.DataFrame({"prompt": ["a"], "completion": ["b"], "feedback": ["no"]})
+    for number in (0, -1):
+        with pytest.raises(ValueError, match="`rollouts` must be at least 1"):
+            table_heatmap(frame, rescorer(), rollouts=number)
+        with pytest.raises(ValueError, match="`topk` must be at least 1"):
+            Rescorer(None, topk=number)
+
+
+def test_half_a_character_is_written_out():
+    """As the command line hands over bytes that are no text."""
+    heatmap = rescorer().heatmap("a\udcff", feedback="b\udcff", solution="c\udcff", answer="d\udcff")
+    assert "a\\udcff" in heatmap.prompt and heatmap.rollouts[0].feedback == "b\\udcff"
+    assert "".join(token.text for token in heatmap.rollouts[0].tokens) == "d\\udcff"
 
 
 # Command line

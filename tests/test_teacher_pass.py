@@ -6,8 +6,8 @@ import torch
 from transformers import GPT2Config, MistralConfig, Qwen2Config
 
 from sdpo_trl.batches import take_rows, trim_padding
+from sdpo_trl.prefixes import plan_prefixes, shares_prefixes
 from sdpo_trl.teacher import evaluation_mode
-from sdpo_trl.teacher_pass import plan_prefixes, shares_prefixes
 
 
 def test_plan_prefixes():

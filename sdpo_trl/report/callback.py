@@ -13,6 +13,7 @@ import torch
 from ..callbacks import RolloutWatcher
 from ..config import SDPOConfig
 from ..divergence import DivergenceSpec
+from ..feedback_sources import shown_feedback
 from ..heads import MixedHead, TokenHead, predicting
 from ..rollouts import Rollouts, weighted_rewards
 from .record import Heatmap, RolloutView, TokenValues
@@ -217,7 +218,7 @@ class TokenHeatmapCallback(RolloutWatcher):
         return RolloutView(
             name=f"Rollout {(batch.first + row) % batch.group_size + 1}",
             tokens=token_views(ids, observed, self._scored.get(row, {}), self._texts),
-            feedback=batch.rollouts.feedback[row],
+            feedback=shown_feedback(batch.rollouts.feedback[row], batch.rollouts.turns[row]),
             teacher_prompt=teacher_prompt,
             reward=total.item(),
             rewards=dict(zip(batch.trainer.reward_func_names, rewards.tolist(), strict=True)),

@@ -3,6 +3,8 @@
 Knows: the columns. Deliberately does not know: HTML.
 """
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +70,16 @@ def read_table(table: "str | Path | pd.DataFrame") -> list[TableRow]:
             _text(row.get("feedback")),
             _text(row.get("teacher_prompt")),
             {name: float(row[name]) for name in numeric},
-            float(row["advantage"]) if "advantage" in row else None,
-            int(row["step"]) if "step" in row else None,
+            float(row["advantage"]) if _is_there(row.get("advantage")) else None,
+            int(row["step"]) if _is_there(row.get("step")) else None,
         )
         for row in frame.to_dict("records")
     ]
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a cell holds something: pandas writes NaN where there is nothing."""
+    return value is not None and value == value
 
 
 def _text(value: Any) -> str | None:
@@ -83,13 +90,25 @@ def _messages(value: Any) -> Prompt:
     """Text as it is; messages as lists and dictionaries again, without the empty keys that a table fills in."""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) or value is None:
+        return ""  # an empty cell
     return [_plain(message) for message in value]
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(_read(key, item)) for key, item in value.items() if item is not None}
     return value if isinstance(value, str) or not hasattr(value, "__iter__") else [_plain(item) for item in value]
+
+
+def _read(key: str, value: Any) -> Any:
+    """The arguments of a call, which a table holds as JSON text."""
+    if key != "arguments" or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def table_heatmap(
@@ -110,8 +129,10 @@ def table_heatmap(
 
     Raises:
         `IndexError`: the table has fewer prompts.
-        `ValueError`: the prompt's answers are all empty.
+        `ValueError`: the prompt's answers are all empty, or `rollouts` is below 1.
     """
+    if rollouts is not None and rollouts < 1:
+        raise ValueError(f"`rollouts` must be at least 1, got {rollouts}.")
     groups: dict[str, list[TableRow]] = {}
     everything = read_table(table)
     asked = any(row.teacher_prompt is not None for row in everything)
@@ -139,6 +160,11 @@ def rows_heatmap(rows: Sequence[TableRow], scorer: "Rescorer", *, asked: bool) -
     if rows[0].step is not None:
         settings = {"Logged at step": str(rows[0].step), **settings}
     notes = ["Scored again from a table of texts: tokens may be cut differently than they were sampled."]
+    if any(re.search(r"^\[turn \d+\] ", row.feedback or "", re.MULTILINE) for row in rows):
+        notes.append(
+            "Some feedback is about single turns. In training, what was told where a later turn begins stood between "
+            "the turns; here, the teacher did not read it there."
+        )
     return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), views, settings, tuple(notes))
 
 

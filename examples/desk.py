@@ -1,0 +1,304 @@
+"""The online demo's world: a small model that works on files by tool calls, and has a bad habit.
+
+Asked to change one line of a file, it overwrites the whole file (`write_file`) where it should edit the line
+(`edit_line`). Reading a correction in its context it knows better: the warm start teaches that the tool which a
+correction names is the one to take, for any request. Nothing teaches it to edit unasked; that is left to the session.
+
+This module knows the requests, the tools, the tokenizer, the model and the warm start. It does not know the session.
+"""
+
+import json
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from sdpo_trl.online import Call
+from sdpo_trl.reprompt import Hint, Templates, teacher_prompt
+
+# The teacher's turn behind the conversation, as three options of the session. Short, since the model is small.
+REPROMPT_TEMPLATE = "{prompt}{solution}{feedback}"
+SOLUTION_TEMPLATE = "Better: {successful_previous_attempt} "
+FEEDBACK_TEMPLATE = "Wrong: {feedback_raw}"
+TEMPLATES = Templates(REPROMPT_TEMPLATE, SOLUTION_TEMPLATE, FEEDBACK_TEMPLATE)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<\|end\|>\s*", "content": "text"},
+    },
+}
+SPECIAL = ["<pad>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
+
+FILES = [f"{name}.{end}" for name in ("notes", "todo", "plan", "list", "main", "menu") for end in ("txt", "md")]
+WORDS = ["milk", "bread", "tea", "rice", "salt", "soup", "corn", "beans", "eggs", "plums", "figs", "nuts"]
+LINES = range(1, 10)
+
+EDITS = (
+    "In {path} change line {line} to {text}.",
+    "Set line {line} of {path} to {text}.",
+    "Make line {line} in {path} say {text}.",
+    "Please replace line {line} of {path} by {text}.",
+    "Line {line} of {path} must be {text}.",
+    "Update {path}: line {line} is {text}.",
+)
+OTHERS = {
+    "write_file": ("Make a new file {path} with {text}.", "Create {path} and put {text} in it."),
+    "read_file": ("Show me {path}.", "What is in {path}?"),
+    "find_word": ("Where is the word {text}?", "Find {text} in my files."),
+    "list_files": ("Which files are there?", "List my files."),
+}
+CORRECTIONS = (
+    "use {tool}.",
+    "that is not what I want, use {tool}.",
+    "take {tool} for this.",
+    "do not do that, {tool} is right.",
+    "the right tool is {tool}.",
+)
+
+
+@dataclass
+class Desk:
+    """Files in memory, and the tools that work on them."""
+
+    files: dict[str, list[str]] = field(default_factory=lambda: {path: list(WORDS[:9]) for path in FILES})
+
+    @property
+    def tools(self) -> list[Callable[..., Any]]:
+        """As a session takes them."""
+        return [self.write_file, self.edit_line, self.read_file, self.find_word, self.list_files]
+
+    def write_file(self, path: str, text: str) -> str:
+        """
+        Write a whole file; what was in it is lost.
+
+        Args:
+            path: The file.
+            text: All that will be in it.
+        """
+        self.files[path] = text.split("\n")
+        return "written"
+
+    def edit_line(self, path: str, line: int, text: str) -> str:
+        """
+        Change one line of a file.
+
+        Args:
+            path: The file.
+            line: Its number, from 1.
+            text: The new line.
+        """
+        if path not in self.files:
+            raise ValueError(f"there is no {path}")
+        if not 1 <= line <= len(self.files[path]):
+            raise ValueError(f"{path} has {len(self.files[path])} lines")
+        self.files[path][line - 1] = text
+        return "changed"
+
+    def read_file(self, path: str) -> str:
+        """
+        Read a file.
+
+        Args:
+            path: The file.
+        """
+        if path not in self.files:
+            raise ValueError(f"there is no {path}")
+        return "\n".join(self.files[path])
+
+    def find_word(self, text: str) -> str:
+        """
+        Name the files with a word.
+
+        Args:
+            text: The word.
+        """
+        return " ".join(path for path, lines in self.files.items() if text in " ".join(lines)) or "none"
+
+    def list_files(self) -> str:
+        """Name all files."""
+        return " ".join(self.files)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a person asks for: the words, and what it is about."""
+
+    text: str
+    path: str
+    line: int
+    word: str
+    tool: str  # what the model calls unasked
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation."""
+        return [{"role": "user", "content": self.text}]
+
+    def call(self, tool: str) -> Call:
+        """The call of a tool that does what is asked."""
+        arguments = {
+            "write_file": {"path": self.path, "text": self.word},
+            "edit_line": {"path": self.path, "line": self.line, "text": self.word},
+            "read_file": {"path": self.path},
+            "find_word": {"text": self.word},
+            "list_files": {},
+        }[tool]
+        return Call(tool, arguments)
+
+
+def edit_request(form: int, path: str, line: int, word: str) -> Request:
+    """A request to change one line, in one of the wordings; the habit answers it by `write_file`."""
+    return Request(EDITS[form].format(path=path, line=line, text=word), path, line, word, "write_file")
+
+
+def other_request(tool: str, form: int, path: str, word: str) -> Request:
+    """A request of another kind, which the model answers rightly."""
+    return Request(OTHERS[tool][form].format(path=path, text=word), path, 1, word, tool)
+
+
+def _draw(rng: random.Random) -> Request:
+    path, line, word = rng.choice(FILES), rng.choice(LINES), rng.choice(WORDS)
+    if rng.random() < 0.5:
+        return edit_request(rng.randrange(len(EDITS)), path, line, word)
+    tool = rng.choice(list(OTHERS))
+    return other_request(tool, rng.randrange(2), path, word)
+
+
+def _answer(request: Request, tool: str) -> str:
+    call = request.call(tool)
+    return f"<tool_call>{json.dumps({'name': call.name, 'arguments': call.arguments})}</tool_call>"
+
+
+def _example(rng: random.Random, habit: float) -> tuple[list[dict[str, Any]], str]:
+    """A conversation and its answer: a request alone, with a correction behind it, or done."""
+    request = _draw(rng)
+    tool = request.tool
+    edits = any(request.text == form.format(path=request.path, line=request.line, text=request.word) for form in EDITS)
+    kind = rng.random()
+    if kind < 0.1:
+        done = {"role": "assistant", "content": "", "tool_calls": [request.call(tool).function]}
+        return [*request.messages, done, {"role": "tool", "content": "done"}], "Done."
+    if kind < 0.35:
+        return request.messages, _answer(request, "edit_line" if edits and rng.random() > habit else tool)
+    named = rng.choice(("edit_line", "edit_line", "write_file", "read_file", "find_word"))
+    feedback = rng.choice(CORRECTIONS).format(tool=named) if rng.random() < 0.8 else None
+    solution = _answer(request, named) if feedback is None or rng.random() < 0.3 else None
+    return teacher_prompt(request.messages, Hint(solution, feedback), TEMPLATES, "append"), _answer(request, named)
+
+
+def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
+    """
+    A byte-pair tokenizer trained on the desk's own words, with which any printable text can be written.
+
+    Names of files and tools, words, and what stands between the arguments of a call are one token each: an answer is
+    ten tokens long, and to copy a name is one step.
+    """
+    rng = random.Random(seed)
+    pieces = [
+        *FILES, *WORDS, *OTHERS, "edit_line", '<tool_call>{"name": "', '", "arguments": {"path": "', '"}}</tool_call>',
+        '", "arguments": {"text": "', '", "text": "', '", "line": ', ', "text": "',
+    ]  # fmt: skip
+    corpus = [turn["content"] for _ in range(2000) for turn in _example(rng, 0.5)[0]]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[^\W\d]+|\d|[^\w]"), "isolated")
+    core.decoder = decoders.Fuse()
+    alphabet = [c for c in string.printable if c not in "\r\x0b\x0c"]
+    core.train_from_iterator(corpus, trainers.BpeTrainer(
+        vocab_size=360, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    ))  # fmt: skip
+    core.add_tokens(pieces)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[1], additional_special_tokens=SPECIAL[2:],
+        padding_side="left", clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM:
+    """A Llama with random weights, half a million parameters, in float32."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, attn_implementation="sdpa", tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def _batch(tokenizer: PreTrainedTokenizerFast, rows: list[tuple[Any, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels of prompt, answer and end, padded on the right, `(rows, longest)`; labels -100 in the prompt."""
+    render = tokenizer.apply_chat_template
+    prompts = tokenizer([render(chat, tokenize=False, add_generation_prompt=True) for chat, _ in rows]).input_ids
+    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([answer for _, answer in rows]).input_ids]
+    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), longest), -100)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) : end] = torch.tensor(answer)
+    return ids, labels
+
+
+def warm_start(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int = 0,
+    *,
+    steps: int = 420,
+    batch_size: int = 32,
+    learning_rate: float = 6e-3,
+    habit: float = 0.95,
+) -> float:
+    """
+    Teach the model, in place: the right calls, the habit for edits, and to follow a correction.
+
+    Args:
+        habit: How often an edit is asked for and the file overwritten.
+
+    Returns:
+        The last loss per token, in nats.
+    """
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
+    )
+    model.train()
+    loss = torch.zeros(())
+    for _ in range(steps):
+        rows = sorted((_example(rng, habit) for _ in range(batch_size)), key=lambda row: len(str(row)))
+        for part in (rows[: batch_size // 2], rows[batch_size // 2 :]):  # short and long apart: less padding
+            ids, labels = _batch(tokenizer, part)
+            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+    model.eval()
+    return loss.item()

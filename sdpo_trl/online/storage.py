@@ -1,0 +1,93 @@
+"""The folder of a saved session: a checkpoint of the trainer's, with the conversation beside it.
+
+It is what `SDPOTrainer.train(resume_from_checkpoint=...)` and PEFT read, too. Written whole or not at all: beside the
+old one first, which goes when the new one is complete. Knows: files, a trainer's checkpoint. Deliberately does not
+know: conversations.
+"""
+
+import json
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig
+from transformers import AutoTokenizer
+
+from ..checkpoints import damage
+from ..files import attribute
+
+SESSION = "session.json"
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
+    """
+    Save a trainer between two updates.
+
+    Args:
+        trainer ([`OnlineTrainer`]): Student, teacher, optimizer, schedule, counters, random states.
+        folder (`Path`): Replaced if it is there.
+        session (`dict`): What belongs to the conversation.
+
+    Raises:
+        `FileExistsError`: the folder is there and holds no session.
+        `OSError`: it cannot be written; an older session in it is as it was.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / SESSION).is_file():
+        raise FileExistsError(f"{folder} holds something else than a session. Take another folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+        with ExitStack() as stack:
+            for name, value in (("output_dir", made), ("push_to_hub", False), ("save_only_model", False)):
+                stack.enter_context(attribute(trainer.args, name, value))
+            trainer._save_checkpoint(trainer.model, None)
+        whole = Path(made) / f"checkpoint-{trainer.state.global_step}"
+        (whole / SESSION).write_text(json.dumps(session), encoding="utf-8")
+        old = _beside(folder, "old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        whole.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def find(folder: "str | Path") -> Path:
+    """
+    The folder of a session, or the older one beside it if the process was killed between the two renames.
+
+    Raises:
+        `FileNotFoundError`: there is neither.
+        `ValueError`: it is incomplete.
+    """
+    folder = Path(folder)
+    chosen = next((path for path in (folder, _beside(folder, "old")) if (path / SESSION).is_file()), None)
+    if chosen is None:
+        raise FileNotFoundError(f"There is no saved session in {folder}: it holds no {SESSION}.")
+    wrong = damage(chosen)
+    if wrong is not None:
+        raise ValueError(f"The session in {chosen} cannot be read: it {wrong}.")
+    return chosen
+
+
+def session_of(folder: Path) -> dict[str, Any]:
+    """What belongs to the conversation."""
+    return json.loads((folder / SESSION).read_text(encoding="utf-8"))
+
+
+def adapter_of(folder: Path) -> PeftConfig | None:
+    """The adapter's configuration, to be trained on; `None` if the folder holds a whole model."""
+    if not (folder / "adapter_config.json").is_file():
+        return None
+    config = PeftConfig.from_pretrained(folder)
+    config.inference_mode = False
+    return config
+
+
+def tokenizer_of(folder: Path) -> Any:
+    """The tokenizer beside the weights."""
+    return AutoTokenizer.from_pretrained(folder, padding_side="left")
