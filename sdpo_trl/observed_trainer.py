@@ -19,8 +19,26 @@ from trl.trainer.utils import get_config_model_id
 
 from .loss_trainer import LossTrainer
 from .progress import waiting
-from .run_log import RUN_LOG, RunLog, RunLogCallback, changed_settings
+from .run_log import RUN_LOG, RunLog, changed_settings
 from .timing import StepClock
+
+
+class RunLogCallback(TrainerCallback):
+    """
+    Writes what the trainer logs.
+
+    Args:
+        log ([`RunLog`]): Where to.
+    """
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._log.write("begin", max_steps=state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self._log.write("log", values=logs or {})
 
 
 class StepClockCallback(TrainerCallback):
@@ -151,8 +169,12 @@ class ObservedTrainer(LossTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         # What transformers' `generate` calls once per token; vLLM and continuous batching say nothing on the way.
+        # A compiled model is left without a hook.
         counts = not (
-            self.use_vllm or self.use_transformers_continuous_batching or self.generation_config.cache_implementation
+            self.use_vllm
+            or self.use_transformers_continuous_batching
+            or self.generation_config.cache_implementation
+            or self.args.torch_compile
         )
         total = self.generation_config.max_new_tokens if counts else None
         with waiting(

@@ -1,8 +1,8 @@
 """The run's own log: a line of JSON for each thing that happens, on the disk at once.
 
 It is there while the run goes on and after it was killed, with or without checkpoints, and it holds what
-`trainer_state.json` does not: warnings, settings, how it ended. Knows: files, options. Deliberately does not know:
-models, pages.
+`trainer_state.json` does not: warnings, settings, how it ended. Knows: files, options, the standard library.
+Deliberately does not know: trainers, models, pages.
 """
 
 import json
@@ -16,8 +16,6 @@ from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainerCallback
 
 logger = logging.getLogger(__name__)
 
@@ -147,21 +145,3 @@ class _WarningHandler(logging.Handler):
                 return True
             node = node.parent if node.propagate else None
         return False
-
-
-class RunLogCallback(TrainerCallback):
-    """
-    Writes what the trainer logs.
-
-    Args:
-        log ([`RunLog`]): Where to.
-    """
-
-    def __init__(self, log: RunLog) -> None:
-        self._log = log
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._log.write("begin", max_steps=state.max_steps)
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self._log.write("log", values=logs or {})

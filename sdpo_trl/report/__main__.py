@@ -12,14 +12,15 @@ are scored now. Without `--answer`, one is sampled. The path of the page is prin
 import argparse
 import json
 from pathlib import Path
-
-from transformers import set_seed
+from typing import TYPE_CHECKING
 
 from .record import Heatmap
-from .rescore import Rescorer, scoring_config
 from .run_maps import MapWriter
 from .run_page import REPORT, run_report
 from .table import table_heatmap
+
+if TYPE_CHECKING:
+    from .rescore import Rescorer
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,8 +87,12 @@ def main(argv: list[str] | None = None) -> "Heatmap | Path":
     return heatmap
 
 
-def _scorer(args: argparse.Namespace, of_run: dict[str, object]) -> Rescorer:
+def _scorer(args: argparse.Namespace, of_run: dict[str, object]) -> "Rescorer":
     """Scores as the run did, where the command line does not say otherwise."""
+    from transformers import set_seed  # here, since a run's report needs neither models nor TRL
+
+    from .rescore import Rescorer, scoring_config
+
     set_seed(args.seed)
     said = {
         "distillation_alpha": args.alpha,

@@ -6,15 +6,17 @@ Knows: tables, the scorer, where pages lie. Deliberately does not know: HTML.
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ..reprompt import completion_text
-from .rescore import Rescorer
 from .rollouts import Choice
 from .run import read_run
 from .table import rows_heatmap
+
+if TYPE_CHECKING:
+    from .rescore import Rescorer
 
 # What decides how tokens are compared and prompts are written; the rest of a run's options is about training it.
 _COMPARING = (
@@ -40,7 +42,7 @@ class MapWriter:
         scorer (`Callable`): Makes the scorer from [`comparing_settings`], when the first rollout needs it.
     """
 
-    def __init__(self, folder: Path, out: Path, scorer: Callable[[dict[str, Any]], Rescorer]) -> None:
+    def __init__(self, folder: Path, out: Path, scorer: "Callable[[dict[str, Any]], Rescorer]") -> None:
         self._folder = folder
         self._out = out
         self._make = scorer
