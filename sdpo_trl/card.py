@@ -4,7 +4,9 @@ Knows: texts, options. Deliberately does not know: weights, folders, the Hub.
 """
 
 import json
+import re
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from huggingface_hub import ModelCard
@@ -17,6 +19,7 @@ _ALWAYS = (
 )  # fmt: skip
 # Where something runs or is kept says nothing about the model, and loading options may hold a token.
 _NEVER = ("teacher_model_init_kwargs", "teacher_offload", "distillation_impl", "reward_timeout", "max_nonfinite_steps")
+_IMPORT = "from transformers import pipeline"
 _FOLLOWS = "### Framework versions"
 
 
@@ -28,7 +31,7 @@ def settings(args: Any) -> dict[str, Any]:
     return {name: getattr(args, name) for name in shown}
 
 
-def complete_card(card: ModelCard, args: Any, teacher: str, *, adapter: bool, chats: bool, name: str) -> None:
+def complete_card(card: ModelCard, args: Any, teacher: str, *, adapter: "str | None", chats: bool, name: str) -> None:
     """
     Add the settings to TRL's card, and mend what would not run in its snippet.
 
@@ -36,18 +39,34 @@ def complete_card(card: ModelCard, args: Any, teacher: str, *, adapter: bool, ch
         card (`ModelCard`): TRL's; changed in place.
         args ([`SDPOConfig`]): Of the run.
         teacher (`str`): Its kind.
-        adapter (`bool`): Whether the model is an adapter of PEFT's.
+        adapter (`str`, *optional*): The name of PEFT's adapter, if the model is one.
         chats (`bool`): Whether the tokenizer has a chat template.
         name (`str`): Of the folder, where the model has no name on the Hub.
     """
-    if adapter:
+    if adapter is not None:
         card.data.library_name = "peft"
     text = card.text.replace('model="None"', f"model={json.dumps(f'./{name}', ensure_ascii=False)}")
     if not chats:
         text = text.replace('[{"role": "user", "content": question}]', "question")
+    if adapter not in (None, "default"):  # PEFT writes it to a folder of its name, where a pipeline does not look
+        imports = "from peft import PeftConfig\nfrom transformers import AutoModelForCausalLM, pipeline"
+        text = text.replace(_IMPORT, imports)
+        made = r'^generator = pipeline\(.*model=(".*?").*$'
+        text = re.sub(made, partial(_in_a_folder, adapter), text, count=1, flags=re.MULTILINE)
     lines = "\n".join(f"{key}: {json.dumps(value)}" for key, value in settings(args).items())
     section = (
         f"### Training settings\n\nThe teacher: {teacher}. The options, as a YAML file for `SDPOConfig`, those of "
         f"SDPO where they differ from its defaults:\n\n~~~yaml\n{lines}\n~~~\n\n"
     )
     card.text = text.replace(_FOLLOWS, section + _FOLLOWS, 1)
+
+
+def _in_a_folder(adapter: str, pipeline: re.Match) -> str:
+    """Lines that load an adapter from its folder, in the place of the one that makes a pipeline."""
+    source, subfolder = pipeline[1], json.dumps(adapter, ensure_ascii=False)
+    return (
+        f"base = PeftConfig.from_pretrained({source}, subfolder={subfolder}).base_model_name_or_path\n"
+        'model = AutoModelForCausalLM.from_pretrained(base, device_map="auto")\n'
+        f'model.load_adapter({source}, adapter_kwargs={{"subfolder": {subfolder}}})\n'
+        f'generator = pipeline("text-generation", model=model, tokenizer={source})'
+    )

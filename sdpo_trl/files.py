@@ -184,7 +184,7 @@ class FilesTrainer(GRPOTrainer):
             name = f"`{Path(source).name}` (a local folder)" if source else "a model built from its configuration"
             card.text = card.text.replace("[None](https://huggingface.co/None)", name)
         complete_card(
-            card, self.args, self._teacher_kind, adapter=adapter, chats=self._tokenizer.chat_template is not None,
-            name=path.absolute().parent.name,
+            card, self.args, self._teacher_kind, adapter=self.model.active_adapters[0] if adapter else None,
+            chats=self._tokenizer.chat_template is not None, name=path.absolute().parent.name,
         )  # fmt: skip
         card.save(path)

@@ -2,11 +2,13 @@
 
 import copy
 import importlib.util
+import re
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from peft import AdaptionPromptConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
@@ -257,6 +259,27 @@ def test_several_active_adapters_are_resumed_together(tmp_path):
     assert {name.split(".")[-2] for name in end} == {"mine", "other"}
     tiny.assert_equal(tiny.trained(resumed.model), end)
     tiny.assert_equal(resumed._stores["teacher"]._values, trainer._stores["teacher"]._values)
+
+
+@pytest.mark.parametrize("name", ["default", "mine", "its own"])
+def test_the_card_loads_an_adapter_of_any_name(tmp_path, monkeypatch, name):
+    """PEFT writes one that is not called `default` to a folder of its name."""
+    monkeypatch.chdir(tmp_path)
+    tiny.build_model().save_pretrained("base")
+    tiny.build_tokenizer().save_pretrained("base")
+    base = tiny.build_model().from_pretrained("base")
+    model = get_peft_model(base, tiny.lora(), adapter_name=name)
+    tiny.shift(model, 0.3)
+    trainer = make(tmp_path / "run", "live", model)
+    trainer.save_model("export")
+    text = ModelCard.load("export/README.md").text
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], names)
+    generator = names["generator"]
+    ids = torch.tensor([[8, 9, 3, 11]])
+    with torch.no_grad():
+        assert torch.allclose(generator.model(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5)
+    assert names["output"]["generated_text"] is not None
 
 
 # What else an adapter may be
