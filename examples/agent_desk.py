@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 SYSTEM = (
     "Use the tools for every value; never guess one. A question names a city (its temperature is asked for), perhaps "
-    "a unit to convert it to, and perhaps something to calculate with the number; or it is a sum. Answer with what the "
-    "last tool replied and nothing else."
+    "a unit to convert it to, and perhaps something to calculate with the number; or it is a sum. Answer with what "
+    "the last tool replied and nothing else."
 )
 MAX_COMPLETION_LENGTH = 110  # the longest right answer has 60 tokens, replies included
 MAX_TOOL_CALLING_ITERATIONS = 5
@@ -55,6 +55,7 @@ UNITS = {
     "K": ("temperature", Fraction(1), 273), "R": ("temperature", Fraction(4, 5), 0),
     "h": ("time", Fraction(1), 0), "min": ("time", Fraction(60), 0), "s": ("time", Fraction(3600), 0),
 }  # fmt: skip
+SCALES = ("F", "K", "R")
 OPERATIONS = {"+": "plus", "-": "minus", "*": "times"}
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -201,11 +202,11 @@ def _both(one: str, other: str) -> Task:
 
 def all_tasks() -> list[Task]:
     """Every question of the five kinds, 1,700 or so."""
-    cities, scales = list(CELSIUS), ("F", "K", "R")
+    cities = list(CELSIUS)
     tasks = [Task(city, "one step", ((look_up(city),),)) for city in cities]
-    tasks += [chain(city, unit) for city in cities for unit in scales]
+    tasks += [chain(city, unit) for city in cities for unit in SCALES]
     operations = [*(f"+{n}" for n in range(1, 10)), *(f"-{n}" for n in range(1, 5)), "*2", "*3"]
-    tasks += [chain(city, unit, operation) for city in cities for unit in scales for operation in operations]
+    tasks += [chain(city, unit, operation) for city in cities for unit in SCALES for operation in operations]
     tasks += [_both(one, other) for one in cities for other in cities if one != other]
     for a in range(11, 20):
         for b in range(2, 10):
@@ -292,6 +293,22 @@ def solved(task: Task, rng: random.Random, slip_rate: float = 0.0) -> Conversati
             conversation.say([wrong_call(rng, seen)], slip=True)
         seen = conversation.say(calls)
     conversation.say(text=task.answer)
+    return conversation
+
+
+def careless(task: Task, rng: random.Random) -> Conversation:
+    """A question answered by somebody who leaves out the later steps, or takes any unit, about as often as not."""
+    conversation = Conversation([{"role": "user", "content": task.question}])
+    seen = ""
+    for turn, calls in enumerate(task.turns):
+        if turn and rng.random() < 0.5:
+            break
+        if turn and calls[0].name == "convert" and rng.random() < 0.5:
+            calls = (to_unit(seen, rng.choice(SCALES)),)
+        elif calls[0].name == "calculate" and task.kind == "three steps":
+            calls = (compute(number_of(seen) + re.search(r"[-+*]\d$", dict(calls[0].arguments)["expression"])[0]),)
+        seen = conversation.say(calls)
+    conversation.say(text=seen)
     return conversation
 
 
@@ -389,7 +406,7 @@ def learned(labels: Sequence[int]) -> int:
 def pad_right(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[int]]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, both `(rows, longest)`. Causal attention never looks at padding on the right: no mask is needed."""
+    """Ids and labels, both `(rows, longest)`; causal attention never looks at padding on the right."""
     longest = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
     return ids, torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
@@ -479,12 +496,17 @@ COLUMNS = {
 }  # fmt: skip
 
 
+def _cell(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) and value <= 1 else f"{value:,.0f}"
+
+
 def markdown(table: dict[str, dict[str, Any]]) -> str:
     """One row per model; a column where any model has a value for it."""
     names = [name for name in COLUMNS if any(row.get(name) is not None for row in table.values())]
     lines = ["| | " + " | ".join(COLUMNS[name] for name in names) + " |", "| --- " * (len(names) + 1) + "|"]
     for title, row in table.items():
-        cells = ["" if row.get(name) is None else f"{row[name]:,.2f}" if isinstance(row[name], float) and row[name] <= 1
-                 else f"{row[name]:,.0f}" for name in names]  # fmt: skip
+        cells = [_cell(row.get(name)) for name in names]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -3,14 +3,15 @@
     python examples/agent_distillation.py --seed 0
 
 Offline, two CPU cores, minutes. A small Llama is taught to answer questions with three tools (`agent_desk.py`): the
-teacher. A smaller one was only shown questions that need a single call: the student. It acts for itself, and each of
-its tokens, in every turn, is distilled towards what the teacher would have written there (`teacher_context="none"`, no
-reward). The same student is also trained, for as many tokens, on trajectories that the teacher wrote beforehand (TRL's
-`SFTTrainer`). All are asked the same held-out questions. Writes `results.json` to `--output_dir` and prints a table.
+teacher. A smaller one was taught by somebody careless, who left out steps: the student. It acts for itself, and each
+of its tokens, in every turn, is distilled towards what the teacher would have written there (`teacher_context="none"`,
+no reward). The same student is also trained, for as many tokens, on trajectories that the teacher wrote beforehand
+(TRL's `SFTTrainer`). All are asked the same held-out questions. Writes `results.json` to `--output_dir`, with the
+student, and prints a table.
 
-Real models, which are not taught anything first: `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false
---bf16 --learning_rate 1e-5 --fixed_learning_rates 1e-5 --max_completion_length 1024`, without `HF_HUB_OFFLINE=1`. Every
-other option of SDPOConfig works too.
+Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
+`--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true --learning_rate 1e-5
+--fixed_learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too.
 """
 
 import copy
@@ -47,7 +48,7 @@ class DistillationArguments:
     prompts: int = field(default=96, metadata={"help": "Questions that are trained on."})
     held_out: int = field(default=128, metadata={"help": "Questions that are only asked at the end."})
     teacher_steps: int = field(default=600, metadata={"help": "Warm start of the tiny teacher."})
-    student_steps: int = field(default=400, metadata={"help": "Warm start of the tiny student."})
+    student_steps: int = field(default=500, metadata={"help": "Warm start of the tiny student."})
     fixed_learning_rates: list[float] = field(
         default_factory=lambda: [1e-3, 3e-3], metadata={"help": "Training on fixed data: the better one counts."}
     )
@@ -66,14 +67,14 @@ def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: i
     tokenizer, rng = desk.build_tokenizer(), random.Random(seed)
     by_kind = {kind: [task for task in tasks if task.kind == kind] for kind in desk.KINDS}
 
-    def taught(kinds: tuple[str, ...], hidden_size: int, steps: int, number: int) -> Build:
+    def taught(told: Callable[[desk.Task], desk.Conversation], hidden_size: int, steps: int, number: int) -> Build:
         model = desk.build_model(tokenizer, seed + number, hidden_size)
-        talks = [desk.solved(rng.choice(by_kind[rng.choice(kinds)]), rng, slip_rate=0.1) for _ in range(4000)]
+        talks = [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(4000)]
         desk.warm_start(model, tokenizer, talks, seed, steps=steps)
         return lambda: copy.deepcopy(model)
 
-    teacher = taught(desk.KINDS, 96, options.teacher_steps, 0)
-    return tokenizer, taught(("one step",), 64, options.student_steps, 100), teacher
+    teacher = taught(lambda task: desk.solved(task, rng, slip_rate=0.1), 96, options.teacher_steps, 0)
+    return tokenizer, taught(lambda task: desk.careless(task, rng), 64, options.student_steps, 100), teacher
 
 
 def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:

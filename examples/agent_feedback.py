@@ -44,7 +44,9 @@ DEFAULTS = {
     "learning_rate": 5e-4,
     "per_device_train_batch_size": 64,
     "max_steps": 80,
-    "num_generations": 8,
+    "num_generations": 1,  # feedback needs no group, and more different questions teach more
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
 }
 HOUSE_WORDS = [
     "brol", "zif", "tarn", "mave", "quop", "lidd", "fenk", "sorp", "jatt", "wumm", "gryl", "pell", "noss", "dakk",
@@ -257,6 +259,17 @@ def make(trainer_class, model, tokenizer, args, rows: Dataset):
     return trainer
 
 
+def grpo_config(args: SDPOConfig, learning_rate: float) -> GRPOConfig:
+    """The same run for GRPO, which needs groups: eight answers to a question, as many in all."""
+    shared = {f.name: getattr(args, f.name) for f in fields(GRPOConfig) if f.init}
+    changed = {
+        "learning_rate": learning_rate,
+        "num_generations": max(args.num_generations, 8),
+        "generation_batch_size": None,
+    }
+    return GRPOConfig(**shared | changed)
+
+
 def ask(model, tokenizer, args: SDPOConfig, rows: Dataset) -> dict[str, float]:
     """Let a model answer, through the trainer's own loop, at the sampling temperature of the training."""
     metrics = make(SDPOTrainer, model, tokenizer, copy.copy(args), rows).evaluate()
@@ -300,9 +313,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     table["SDPO, own feedback"] = measured(trained, costs)
     grpo = {}
     for rate in options.grpo_learning_rates:
-        shared = {f.name: getattr(args, f.name) for f in fields(GRPOConfig) if f.init}
-        config = GRPOConfig(**shared | {"learning_rate": rate, "generation_batch_size": None})
-        trained, costs = run(GRPOTrainer, model, tokenizer, config, rows)
+        trained, costs = run(GRPOTrainer, model, tokenizer, grpo_config(args, rate), rows)
         grpo[str(rate)] = measured(trained, costs)
     best = max(grpo, key=lambda rate: grpo[rate]["accuracy"])
     table["GRPO"] = grpo[best]
