@@ -69,7 +69,7 @@ def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: i
 
     def taught(told: Callable[[desk.Task], desk.Conversation], hidden_size: int, steps: int, number: int) -> Build:
         model = desk.build_model(tokenizer, seed + number, hidden_size)
-        talks = [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(4000)]
+        talks = [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
         desk.warm_start(model, tokenizer, talks, seed, steps=steps)
         return lambda: copy.deepcopy(model)
 

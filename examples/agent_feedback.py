@@ -295,7 +295,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     held_out, trained_on = orders[: options.held_out], orders[options.held_out :]
     tokenizer = desk.build_tokenizer(HOUSE_WORDS)
     model = desk.build_model(tokenizer, args.seed, 96)
-    desk.warm_start(model, tokenizer, warm_start_talks(house, 4000, rng), args.seed, steps=options.warm_steps)
+    talks = warm_start_talks(house, min(4000, 32 * options.warm_steps), rng)
+    desk.warm_start(model, tokenizer, talks, args.seed, steps=options.warm_steps)
     warm = round(time.perf_counter() - start, 1)
 
     def measured(trained: Any, costs: dict[str, Any]) -> dict[str, Any]:
