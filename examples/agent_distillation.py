@@ -3,11 +3,11 @@
     python examples/agent_distillation.py --seed 0
 
 Offline, two CPU cores, minutes. A small Llama is taught to answer questions with three tools (`agent_desk.py`): the
-teacher. A smaller one was taught by somebody careless, who left out steps: the student. It acts for itself, and each
-of its tokens, in every turn, is distilled towards what the teacher would have written there (`teacher_context="none"`,
-no reward). The same student is also trained, for as many tokens, on trajectories that the teacher wrote beforehand
-(TRL's `SFTTrainer`). All are asked the same held-out questions. Writes `results.json` to `--output_dir`, with the
-student, and prints a table.
+teacher. The student is the same model after it has learned from somebody careless, who leaves out steps and takes any
+unit. It acts for itself, and each of its tokens, in every turn, is distilled towards what the teacher would have
+written there (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on
+trajectories that the teacher wrote beforehand for the same questions (TRL's `SFTTrainer`). All are asked the same
+held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
 
 Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
 `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true --learning_rate 1e-5
@@ -37,7 +37,7 @@ from trl.chat_template_utils import get_training_chat_template
 from sdpo_trl import SDPOConfig, SDPOTrainer
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
-            "distillation_alpha": 0.0, "learning_rate": 2e-3, "max_steps": 60, "num_generations": 1}  # fmt: skip
+            "distillation_alpha": 0.0, "learning_rate": 5e-4, "max_steps": 40, "num_generations": 1}  # fmt: skip
 Build = Callable[[], PreTrainedModel]  # a model as it is before any training; a trainer keeps what it is given
 
 
@@ -48,9 +48,10 @@ class DistillationArguments:
     prompts: int = field(default=96, metadata={"help": "Questions that are trained on."})
     held_out: int = field(default=128, metadata={"help": "Questions that are only asked at the end."})
     teacher_steps: int = field(default=600, metadata={"help": "Warm start of the tiny teacher."})
-    student_steps: int = field(default=500, metadata={"help": "Warm start of the tiny student."})
+    student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
+    samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
     fixed_learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-3], metadata={"help": "Training on fixed data: the better one counts."}
+        default_factory=lambda: [2e-4, 5e-4, 1e-3], metadata={"help": "Training on fixed data: the best one counts."}
     )
 
 
@@ -67,14 +68,16 @@ def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: i
     tokenizer, rng = desk.build_tokenizer(), random.Random(seed)
     by_kind = {kind: [task for task in tasks if task.kind == kind] for kind in desk.KINDS}
 
-    def taught(told: Callable[[desk.Task], desk.Conversation], hidden_size: int, steps: int, number: int) -> Build:
-        model = desk.build_model(tokenizer, seed + number, hidden_size)
-        talks = [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
-        desk.warm_start(model, tokenizer, talks, seed, steps=steps)
-        return lambda: copy.deepcopy(model)
+    def talks(told: Callable[[desk.Task], desk.Conversation], steps: int) -> list[desk.Conversation]:
+        return [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
 
-    teacher = taught(lambda task: desk.solved(task, rng, slip_rate=0.1), 96, options.teacher_steps, 0)
-    return tokenizer, taught(lambda task: desk.careless(task, rng), 64, options.student_steps, 100), teacher
+    teacher = desk.build_model(tokenizer, seed, 96)
+    solved = talks(lambda task: desk.solved(task, rng, slip_rate=0.1), options.teacher_steps)
+    desk.warm_start(teacher, tokenizer, solved, seed, steps=options.teacher_steps)
+    student = copy.deepcopy(teacher)
+    careless = talks(lambda task: desk.careless(task, rng), options.student_steps)
+    desk.warm_start(student, tokenizer, careless, seed, steps=options.student_steps, learning_rate=1e-3)
+    return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
 
 
 def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
@@ -167,7 +170,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rest, held_out = desk.split(desk.all_tasks(), options.held_out, random.Random(args.seed))
     tokenizer, student, teacher = build_models(options, rest, args.seed)
     system = options.model is not None
-    asked = rows_of(held_out, system)
+    asked = rows_of(held_out * options.samples, system)
     trained_on = rows_of(desk.split(rest, options.prompts, random.Random(args.seed + 1))[1], system)
     warm = round(time.perf_counter() - start, 1)
 

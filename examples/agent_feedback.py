@@ -41,9 +41,9 @@ DEFAULTS = {
     "use_successful_as_teacher": False,
     "reprompt_template": "{prompt}{solution}{feedback}",
     "feedback_template": "; {feedback_raw}",
-    "learning_rate": 5e-4,
+    "learning_rate": 1e-3,
     "per_device_train_batch_size": 64,
-    "max_steps": 80,
+    "max_steps": 60,
     "num_generations": 1,  # feedback needs no group, and more different questions teach more
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 5,
@@ -229,8 +229,9 @@ def warm_start_talks(house: tuple[House, House], count: int, rng: random.Random)
 class FeedbackArguments:
     held_out: int = field(default=72, metadata={"help": "Questions in new words that are only asked at the end."})
     warm_steps: int = field(default=600, metadata={"help": "Optimizer steps of the warm start."})
+    samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
     grpo_learning_rates: list[float] = field(
-        default_factory=lambda: [1e-3, 3e-4], metadata={"help": "GRPO is run with each; the better one counts."}
+        default_factory=lambda: [5e-4, 2e-4], metadata={"help": "GRPO is run with each; the better one counts."}
     )
 
 
@@ -301,7 +302,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     def measured(trained: Any, costs: dict[str, Any]) -> dict[str, Any]:
         told = [conversation(o, new.question(o.city, o.unit, o.operation), rng, (1.0,) * 3) for o in held_out]
-        report = ask(trained, tokenizer, args, rows_of(held_out, new))
+        report = ask(trained, tokenizer, args, rows_of(held_out * options.samples, new))
         report["known"] = ask(trained, tokenizer, args, rows_of(held_out, known))["accuracy"]
         report["told"] = round(desk.success_rate(trained, tokenizer, told), 4)
         return {**report, **costs}
