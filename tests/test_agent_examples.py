@@ -196,9 +196,9 @@ def test_the_agent_of_the_feedback_example_trains(tmp_path, trainer_class):
 
 def test_a_small_run_of_the_distillation(tmp_path, capsys):
     results = agent_distillation.main(
-        ["--teacher_steps", "3", "--student_steps", "3", "--max_steps", "2", "--held_out", "8", "--prompts", "8", "--samples", "1",
-         "--per_device_train_batch_size", "8", "--max_completion_length", "30", "--fixed_learning_rates", "1e-3",
-         "--output_dir", str(tmp_path)]
+        ["--teacher_steps", "3", "--student_steps", "3", "--max_steps", "2", "--held_out", "8", "--prompts", "8",
+         "--samples", "1", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
+         "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path)]
     )  # fmt: skip
     written = json.loads((tmp_path / "results.json").read_text())
     assert written == json.loads(json.dumps(results))
@@ -208,8 +208,8 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys):
     assert learned[0] > 0 and 0 <= learned[1] - learned[0] < 100  # the same budget, up to one trajectory
     assert "| student, on-policy |" in capsys.readouterr().out
     again = agent_distillation.main(
-        ["--model", str(tmp_path), "--teacher_model", str(tmp_path), "--max_steps", "1", "--held_out", "4", "--samples", "1",
-         "--prompts", "8", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
+        ["--model", str(tmp_path), "--teacher_model", str(tmp_path), "--max_steps", "1", "--held_out", "4",
+         "--samples", "1", "--prompts", "8", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
          "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path / "again")]
     )  # fmt: skip
     assert again["table"]["teacher"] == again["table"]["student before"]
