@@ -229,7 +229,7 @@ def warm_start_talks(house: tuple[House, House], count: int, rng: random.Random)
 class FeedbackArguments:
     held_out: int = field(default=72, metadata={"help": "Questions in new words that are only asked at the end."})
     warm_steps: int = field(default=600, metadata={"help": "Optimizer steps of the warm start."})
-    samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
+    samples: int = field(default=2, metadata={"help": "Answers to each held-out question."})
     grpo_learning_rates: list[float] = field(
         default_factory=lambda: [5e-4, 2e-4], metadata={"help": "GRPO is run with each; the better one counts."}
     )
