@@ -67,8 +67,11 @@ class Evaluations(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics, **kwargs):
         if state.is_world_process_zero:
-            made = [row for row in state.log_history if any(f"eval_sdpo/{name}" in row for name in SHOWN)]
-            points = [{"step": row["step"], **self._named(row, args.num_generations_eval)} for row in made]
+            made = {  # a resumed run evaluates its first step once more
+                row["step"]: {"step": row["step"], **self._named(row, args.num_generations_eval)}
+                for row in state.log_history if any(f"eval_sdpo/{name}" in row for name in SHOWN)
+            }  # fmt: skip
+            points = list(made.values())
             if points:
                 print(" ".join(f"{name} {value:.3g}" for name, value in points[-1].items()), flush=True)
             (Path(args.output_dir) / "evaluations.json").write_text(json.dumps(points, indent=1))
