@@ -1,4 +1,4 @@
-"""examples/train_code.py: its configurations, its problems, and whole runs on models too small to have learned anything.
+"""examples/train_code.py: its configurations, its problems, and whole runs on untaught models.
 
 pytest -m slow tests/test_train_code.py     # the offline run of examples/configs/code_cpu.yaml: success rises
 pytest -m real tests/test_train_code.py     # SmolLM2 on the shipped problems
@@ -29,11 +29,13 @@ needs_bwrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is missing: apt-get install bubblewrap"
 )
 CONFIGS = ROOT / "examples" / "configs"
-CPU = "--use_cpu True --bf16 False --report_to none --disable_tqdm True".split()
-QUICK = (
-    "--max_steps 4 --per_device_train_batch_size 8 --num_generations 4 --signal_rows 0 --eval_steps 2 --save_steps 2 "
-    "--logging_steps 1 --per_device_eval_batch_size 12 --num_generations_eval 2 --save_total_limit 1"
-).split()
+CPU = ["--use_cpu", "True", "--bf16", "False", "--report_to", "none", "--disable_tqdm", "True"]
+SMALL = {
+    "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4, "signal_rows": 0, "eval_steps": 2,
+    "save_steps": 2, "logging_steps": 1, "per_device_eval_batch_size": 12, "num_generations_eval": 2,
+    "save_total_limit": 1,
+}  # fmt: skip
+QUICK = [f"--{name}={value}" for name, value in SMALL.items()]
 
 
 def parse(name, folder, *more):
@@ -113,7 +115,7 @@ COMMON = {
 )  # fmt: skip
 def test_the_papers_settings(name, paper, tmp_path):
     """Sections 3 and 4 of arXiv 2601.20802; 32 prompts x 8 answers a step, on-policy."""
-    data, args, model = parse(name, tmp_path)
+    _, args, model = parse(name, tmp_path)
     for option, value in {**COMMON, **paper}.items():
         assert getattr(args, option) == value, option
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps * 8 == 32 * 8  # on 8 GPUs
@@ -278,9 +280,9 @@ def test_a_real_model_runs_on_the_shipped_problems(tmp_path):
 
     folder = get_smollm2(Path(os.environ.get("SDPO_SMOLLM2", tmp_path / "smollm2")))
     trainer = main(
-        f"--model_name_or_path {folder} --dataset_name own --output_dir {tmp_path / 'out'} --use_peft --lora_dropout 0 "
-        "--lora_target_modules all-linear --per_device_train_batch_size 4 --num_generations 4 --max_steps 2 "
-        "--max_completion_length 96 --learning_rate 1e-4 --logging_steps 1 --save_strategy no "
+        f"--model_name_or_path {folder} --dataset_name own --output_dir {tmp_path / 'out'} --use_peft "
+        "--lora_dropout 0 --lora_target_modules all-linear --per_device_train_batch_size 4 --num_generations 4 "
+        "--max_steps 2 --max_completion_length 96 --learning_rate 1e-4 --logging_steps 1 --save_strategy no "
         "--skip_solved true --gradient_checkpointing False".split()
         + CPU
     )
