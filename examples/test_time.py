@@ -46,7 +46,7 @@ DEFAULTS = {
     "num_generations": 16,
     "per_device_train_batch_size": 16,
     # For the small model.
-    "teacher_model_kind": "live",
+    "teacher_model_kind": "base",
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
     "max_completion_length": small_programs.MAX_COMPLETION_LENGTH,
@@ -70,7 +70,7 @@ class TestTimeArguments:
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     dataset_split: str = field(default="train", metadata={"help": "Rows to solve, such as train[:20]."})
     problems: int = field(default=20, metadata={"help": "The first so many."})
-    budget: int = field(default=480, metadata={"help": "Answers per problem and method."})
+    budget: int = field(default=256, metadata={"help": "Answers per problem and method."})
     methods: list[str] = field(default_factory=lambda: list(METHODS), metadata={"help": f"Of {', '.join(METHODS)}."})
     program_seconds: float = field(default=6.0, metadata={"help": "CPU time of a program on one test."})
 

@@ -11,7 +11,7 @@ import trl.trainer.utils
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from sdpo_trl import SDPOTrainer
+from sdpo_trl.problem_trainer import ProblemTrainer
 
 # The source without comments, docstrings and layout. To renew one after reading what changed: run this file.
 EXPECTED = {
@@ -74,8 +74,8 @@ def ours(cls):
     return cls.__module__.startswith("sdpo_trl")
 
 
-LAYERS = [cls for cls in SDPOTrainer.__mro__ if ours(cls)]
-BELOW = [cls for cls in SDPOTrainer.__mro__ if not ours(cls) and cls is not object]
+LAYERS = [cls for cls in ProblemTrainer.__mro__ if ours(cls)]
+BELOW = [cls for cls in ProblemTrainer.__mro__ if not ours(cls) and cls is not object]
 
 
 def overrides():
