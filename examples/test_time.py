@@ -200,6 +200,9 @@ def main(argv: list[str] | None = None) -> dict:
     unknown = set(options.methods) - METHODS.keys()
     if unknown or not options.methods:
         raise ValueError(f"`methods` must be among {', '.join(METHODS)}, got {', '.join(options.methods)}.")
+    for name in ("problems", "budget"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {getattr(options, name)}.")
     if options.dataset_name == "tables":
         torch.set_num_threads(1)  # so small a model gains little from more
     args.max_steps = -(-options.budget // args.generation_batch_size)
@@ -209,6 +212,9 @@ def main(argv: list[str] | None = None) -> dict:
     reward = CodeReward(Sandbox(limits))
     found: dict[str, list[int | None]] = {name: [] for name in METHODS if name in options.methods}
     seconds = dict.fromkeys(found, 0.0)
+    ks = [k for k in (args.num_generations * 2**i for i in range(20)) if k < options.budget] + [options.budget]
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
     for row in tqdm(rows, desc="problems"):
         for name, firsts in found.items():
             start = time.perf_counter()
@@ -219,17 +225,14 @@ def main(argv: list[str] | None = None) -> dict:
             else:
                 firsts.append(solve_by_sampling(*shared, options.budget, reprompts=name == "reprompting"))
             seconds[name] += time.perf_counter() - start
-    ks = [k for k in (args.num_generations * 2**i for i in range(20)) if k < options.budget] + [options.budget]
-    results = {
-        "budget": options.budget,
-        "problems": [row["id"] for row in rows],
-        "first_success": found,
-        "discovery": {name: {str(k): discovery(firsts, k) for k in ks} for name, firsts in found.items()},
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
-    }
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
+        results = {
+            "budget": options.budget,
+            "problems": [row["id"] for row in rows],
+            "first_success": found,
+            "discovery": {name: {str(k): discovery(firsts, k) for k in ks} for name, firsts in found.items()},
+            "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        }
+        (folder / "results.json").write_text(json.dumps(results, indent=1))  # so far
     plot(results, folder / "test_time.png")
     print("| discovery@k | " + " | ".join(map(str, ks)) + " |\n" + "|" + " --- |" * (len(ks) + 1))
     for name, shares in results["discovery"].items():

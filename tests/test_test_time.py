@@ -143,7 +143,7 @@ def test_a_whole_run_writes_results_and_a_plot(untaught, tmp_path):
 @needs_bwrap
 @pytest.mark.parametrize(
     ("line", "says"),
-    [("--methods sdpo luck", "methods"), ("--dataset_name own", "--model_name_or_path")],
+    [("--methods sdpo luck", "methods"), ("--dataset_name own", "--model_name_or_path"), ("--budget 0", "budget")],
 )
 def test_what_cannot_work_says_what_to_do(untaught, tmp_path, line, says):
     with pytest.raises(ValueError, match=says):
