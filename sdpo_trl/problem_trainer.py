@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch.utils.data import IterableDataset
+from datasets import Dataset
 
 from .batches import merge_rows
 from .rows import prompt_row
 from .run_state import question_key
 from .trainer import SDPOTrainer
+
+_NAMING = ("prompt", "messages", "conversations", "tools")
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,11 @@ class ProblemTrainer(SDPOTrainer):
         self._check_plan()
         self._solved = SolvedProblems(self._plan.solved_share, self._plan.rest_steps)
         self._remembers["solved_problems"] = self._solved
-        rows = range(len(self.train_dataset))
-        self._place = {self._problem(prompt_row(self.train_dataset[row])): row for row in rows}
+        rows = self.train_dataset
+        if isinstance(rows, Dataset):  # tests of a problem may have hundreds of megabytes: they stay unread
+            named = [name for name in rows.column_names if name in _NAMING or name == self._plan.key]
+            rows = rows.select_columns(named)
+        self._place = {self._problem(prompt_row(row)): place for place, row in enumerate(rows)}
         self._draws = (-1, 0)  # the optimizer step, and how often was drawn within it
 
     def _check_plan(self) -> None:
@@ -130,12 +135,17 @@ class ProblemTrainer(SDPOTrainer):
                 "`distillation_weight=0` is TRL's GRPO, whose checkpoints know nothing of solved problems. Drop "
                 "`skip_solved` and `signal_rows`, or raise the weight."
             )
-        if isinstance(self.train_dataset, IterableDataset):
+        if not hasattr(self.train_dataset, "__len__"):
             raise ValueError("Problems are chosen by number, so the training set cannot be streamed. Load it whole.")
         if plan.key is not None and self._train_columns and plan.key not in self._train_columns:
             raise ValueError(
                 f"The problem plan's `key={plan.key!r}` is not a column of the training set. Its columns: "
                 f"{sorted(self._train_columns)}."
+            )
+        if plan.key is None and (self._train_columns & {"image", "images"} or self.environment_factories is not None):
+            raise ValueError(
+                "Problems are known by their prompts, which lack images and what an environment shows. Name them by a "
+                "dataset column: `ProblemPlan(key='id')`."
             )
         if not plan.signal_rows:
             return

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
+from datasets import Dataset
 from test_continuation import compare
 
 from sdpo_trl.batches import merge_rows
@@ -252,6 +253,36 @@ def test_a_resumed_run_goes_on_with_the_same_problems(tmp_path):
 def test_what_cannot_work_is_refused(tmp_path, plan, options, says):
     with pytest.raises(ValueError, match=says):
         trainer(tmp_path, tiny.never, ProblemPlan(**plan), **options)
+
+
+def test_problems_must_be_countable_and_have_names(tmp_path):
+    streamed = tiny.prompts(8).to_iterable_dataset()
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        trainer(tmp_path, tiny.never, ProblemPlan(skip_solved=True), streamed)
+
+    class Desk:
+        def reset(self, **row):
+            return None
+
+        def look(self) -> str:
+            """Look."""
+            return "nothing"
+
+    with pytest.raises(ValueError, match="Name them by a dataset column"):
+        ProblemTrainer(
+            model=tiny.build_model(), reward_funcs=tiny.never, args=tiny.config(tmp_path),
+            train_dataset=tiny.prompts(8, chat=True), processing_class=tiny.tool_tokenizer(),
+            environment_factory=Desk, problem_plan=ProblemPlan(skip_solved=True),
+        )  # fmt: skip
+
+
+def test_only_what_names_a_problem_is_read_at_the_start(tmp_path):
+    """Chats under `messages`, beside a column that is heavy in practice."""
+    rows = [[{"role": "user", "content": f"task {i}"}, {"role": "assistant", "content": "x"}] for i in range(8)]
+    data = Dataset.from_dict({"messages": rows, "hidden_tests": ["[]"] * 8})
+    made = trainer(tmp_path, tiny.always, ProblemPlan(skip_solved=True), data, max_steps=4)
+    made.train()
+    assert len(made._place) == 8 and len(made._solved.state()["solved"]) == 8
 
 
 @pytest.mark.parametrize(
