@@ -186,7 +186,7 @@ def plot(results: dict, path: Path) -> None:
             axis.step(places, shares, where="post", label=label, color=color, linewidth=2.2)
     count = len(next(iter(results["first_success"].values())))
     axis.set(xlabel="answers per problem, k", ylabel="discovery@k", ylim=(-0.02, 1.02), xlim=(0, budget))
-    axis.set_title(f"{count} problems, each solved by itself")
+    axis.set_title(f"{count} problems, one at a time")
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left")
     figure.savefig(path, dpi=140)
