@@ -26,7 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything of Hugging Face 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
@@ -116,6 +116,20 @@ def measure(model: Any, tokenizer: Any, questions: list[dict], hinted: bool = Fa
     return {"valid": round(valid / len(questions), 4), "right": round(right / len(questions), 4)}
 
 
+class Curve(TrainerCallback):
+    """The shares on held-out reviews every four steps, written to a file as they come."""
+
+    def __init__(self, tokenizer: Any, path: Path) -> None:
+        self._tokenizer, self._path = tokenizer, path
+        self.points: list[dict[str, float]] = []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step % 4 == 0:
+            shares = measure(model, self._tokenizer, rows()[1])
+            self.points.append({"rollouts": state.global_step * args.generation_batch_size, **shares})
+            self._path.write_text(json.dumps(self.points))
+
+
 def settings(out: Path, rate: float, steps: int) -> SDPOConfig:
     return SDPOConfig(
         output_dir=str(out),
@@ -149,20 +163,20 @@ def train(kind: str, source: str, rate: float, steps: int, out: Path) -> dict[st
         shared = {f.name: getattr(args, f.name) for f in fields(GRPOConfig) if f.init}
         cls, args = GRPOTrainer, GRPOConfig(**{**shared, "generation_batch_size": None})
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    tokenizer = AutoTokenizer.from_pretrained(source, padding_side="left")
+    curve = Curve(tokenizer, out / f"{kind}_{rate:g}.json")
     trainer = cls(
         model=AutoModelForCausalLM.from_pretrained(source), reward_funcs=right_word, args=args,
-        train_dataset=Dataset.from_list(trained), peft_config=lora,
-        processing_class=AutoTokenizer.from_pretrained(source, padding_side="left"),
+        train_dataset=Dataset.from_list(trained), peft_config=lora, processing_class=tokenizer, callbacks=[curve],
     )  # fmt: skip
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
-    model, tokenizer = trainer.model, trainer.processing_class
-    logged = [row["valid"] for row in trainer.state.log_history if "valid" in row]
+    model = trainer.model
     return {
         "method": kind, "learning_rate": rate, "rollouts": steps * 16, "held_out": measure(model, tokenizer, held_out),
         "trained": measure(model, tokenizer, trained), "with_feedback": measure(model, tokenizer, held_out, True),
-        "valid_among_rollouts": [round(value, 3) for value in logged], "seconds": round(seconds),
+        "curve": curve.points, "seconds": round(seconds),
     }  # fmt: skip
 
 
