@@ -162,7 +162,7 @@ def hard_problems(options: TestTimeArguments, seed: int) -> list[dict]:
 
 def load(options: TestTimeArguments, args: SDPOConfig, model: ModelConfig) -> tuple[Any, Any]:
     if options.dataset_name == "tables":
-        return small_programs.warm_started(small_programs.table_rows, args.seed)
+        return small_programs.warm_started(small_programs.table_rows, seed=0)  # `--seed` draws the problems
     if model.model_name_or_path is None:
         raise ValueError("Name the model: `--model_name_or_path` is a Hub id or a folder.")
     name = model.model_name_or_path
