@@ -36,7 +36,7 @@ WORDS = ("Positive", "Negative")
 ASK = "Answer with one word only, Positive or Negative."
 TEMPLATES = {
     "reprompt_template": "{solution}{feedback}{prompt}",
-    "solution_template": "{successful_previous_attempt}\n\n",
+    "solution_template": "A right answer:\n{successful_previous_attempt}\n\n",
     "feedback_template": "{feedback_raw}\n\n",
 }
 GOOD = (
@@ -143,7 +143,6 @@ def settings(out: Path, rate: float, steps: int) -> SDPOConfig:
         teacher_model_kind="ema",
         teacher_update_rate=0.1,
         distillation_alpha=0.5,
-        use_successful_as_teacher=False,  # measured: from an example alone this model does not see the format
         gradient_checkpointing=False,
         use_cpu=True,
         bf16=False,
@@ -195,9 +194,9 @@ def table(results: dict) -> str:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct, see get_smollm2.py")
-    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of 16 rollouts")
-    parser.add_argument("--sdpo_learning_rates", type=float, nargs="*", default=[1e-3, 2e-3])
-    parser.add_argument("--grpo_learning_rates", type=float, nargs="*", default=[2e-4, 1e-3])
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps of 16 rollouts")
+    parser.add_argument("--sdpo_learning_rates", type=float, nargs="*", default=[1e-3])
+    parser.add_argument("--grpo_learning_rates", type=float, nargs="*", default=[1e-3, 2e-4])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("runs/train_real"))
     options = parser.parse_args(argv)

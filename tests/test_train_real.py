@@ -84,5 +84,6 @@ def test_sdpo_teaches_smollm2_the_format(tmp_path):
     }
     print(before, best)
     assert results["before"]["with_feedback"]["valid"] > 5 * before["valid"]  # there is something to distil
-    assert best["sdpo"]["valid"] > before["valid"] + 0.2
-    assert best["sdpo"]["right"] > before["right"] + 0.1
+    assert best["sdpo"]["valid"] > before["valid"] + 0.1
+    assert best["sdpo"]["right"] > before["right"] + 0.05
+    assert best["sdpo"]["valid"] > best["grpo"]["valid"]
