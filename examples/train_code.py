@@ -14,7 +14,6 @@ between them both; all other options of SDPOConfig and trl.ModelConfig work too.
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ import small_programs
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from sdpo_trl import SDPOConfig
+from sdpo_trl.checkpoints import last_complete
 from sdpo_trl.environments import CodeReward, Limits, LLMFeedback, Sandbox, load_code, own_problems
 from sdpo_trl.problem_trainer import ProblemPlan, ProblemTrainer
 
@@ -140,7 +139,7 @@ def main(argv: list[str] | None = None) -> ProblemTrainer:
         problem_plan=ProblemPlan(data.skip_solved, data.solved_share, data.rest_steps, data.signal_rows,
                                  data.max_rounds),
     )  # fmt: skip
-    started = data.resume and os.path.isdir(args.output_dir) and get_last_checkpoint(args.output_dir) is not None
+    started = data.resume and last_complete(args.output_dir)[0] is not None
     trainer.train(resume_from_checkpoint=started or args.resume_from_checkpoint)
     trainer.save_model()
     if explain is not None and trainer.accelerator.is_main_process:

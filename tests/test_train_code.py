@@ -189,6 +189,7 @@ def test_the_warm_start_reads_what_the_grader_says():
 @needs_bwrap
 def test_a_run_evaluates_keeps_the_best_and_is_taken_up_again(untaught, tmp_path):
     config = ["--config", str(CONFIGS / "code_cpu.yaml"), *CPU, *QUICK, "--output_dir", str(tmp_path)]
+    (tmp_path / "checkpoint-1").mkdir()  # of a run that was killed while it wrote its first one
     trainer = main([*config, "--resume", "true", "--max_steps", "2"])  # there is nothing to resume from yet
     assert trainer.state.global_step == 2
     points = json.loads((tmp_path / "evaluations.json").read_text())
