@@ -202,7 +202,7 @@ def _check_nesting(render: Render, messages: Sequence[Message], student: str, te
     for number, message in enumerate(messages):
         text = message_text(message.get("content"))
         found = [mark for mark in dict.fromkeys(marks) if mark in text]
-        if len(found) > 1 or found and not _LONE_TAG.fullmatch(found[0]):
+        if len(found) > 1 or (found and not _LONE_TAG.fullmatch(found[0])):
             raise _failure(
                 "nesting",
                 f"message {number} ({message['role']}) holds a rendered chat: {found[0]!r} stands in its text.",

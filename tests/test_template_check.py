@@ -187,7 +187,7 @@ def test_thinking_that_the_template_drops_for_the_teacher_alone_is_no_fault():
     with pytest.raises(TemplateCheckError, match="lacks the user turn"):
         check_templates(renderer(forgetful), rows, Templates())
     assistant = forgetful.replace("loop.last or", "loop.last or m.role == 'user' or")
-    with pytest.raises(TemplateCheckError, match="lacks the assistant turn 'Adding.'"):
+    with pytest.raises(TemplateCheckError, match=r"lacks the assistant turn 'Adding\.'"):
         check_templates(renderer(assistant), [*USER, {**called, "tool_calls": None}], Templates())
 
 

@@ -45,7 +45,7 @@ def vision_trainer(folder, reward=None, images=True, placed=False, **options):
         pictures = [Image.new("RGB", (16, 16), ((i * 67) % 255, 31 * i, 20)) for i in range(4)]
         rows["images"] = [[] if images == "alternate" and i % 2 else [x] for i, x in enumerate(pictures)]
     if placed:  # where the image goes is said, as in TRL's documentation
-        places = [{"type": "image"}]
+        image = {"type": "image"}
         rows["prompt"] = [
             [{**m, "content": [{"type": "text", "text": m["content"]}, *places]}] for (m,) in rows["prompt"]
         ]
