@@ -46,9 +46,8 @@ def vision_trainer(folder, reward=None, images=True, placed=False, **options):
         rows["images"] = [[] if images == "alternate" and i % 2 else [x] for i, x in enumerate(pictures)]
     if placed:  # where the image goes is said, as in TRL's documentation
         image = {"type": "image"}
-        rows["prompt"] = [
-            [{**m, "content": [{"type": "text", "text": m["content"]}, *places]}] for (m,) in rows["prompt"]
-        ]
+        texts = [{"type": "text", "text": message["content"]} for (message,) in rows["prompt"]]
+        rows["prompt"] = [[{"role": "user", "content": [text, image]}] for text in texts]
     data = Dataset.from_dict(rows)
     return tiny.trainer(
         folder, reward or tiny.telling(), model=model, data=data, trainer_processing_class=processor, **options
