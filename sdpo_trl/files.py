@@ -18,6 +18,7 @@ from huggingface_hub import ModelCard
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
+from .adapters import check_resumable
 from .card import complete_card
 from .run_state import RunState
 from .sampling_order import ResumableOrder
@@ -80,12 +81,22 @@ class FilesTrainer(GRPOTrainer):
                     logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """PEFT brings an adapter back in float32; one on a quantized base trains in bfloat16, as TRL made it."""
-        kept = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
+        """
+        PEFT brings an adapter back in float32; one on a quantized base trains in bfloat16, as TRL made it. `Trainer`
+        goes on with the first of several active adapters, and freezes the others.
+        """
+        kept = {name: (p.dtype, p.requires_grad) for name, p in self.model.named_parameters()}
+        active = list(self.model.active_adapters) if is_peft_model(self.model) else []
+        if active:
+            check_resumable(self.model)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if len(active) > 1:
+            self.model.base_model.set_adapter(active)
         for name, p in self.model.named_parameters():
-            if p.dtype != kept.get(name, p.dtype):
-                p.data = p.data.to(kept[name])
+            dtype, trains = kept.get(name, (p.dtype, p.requires_grad))
+            p.requires_grad_(trains)
+            if trains and p.dtype != dtype:
+                p.data = p.data.to(dtype)
 
     def _get_train_sampler(self, dataset=None):
         return ResumableOrder(super()._get_train_sampler(dataset))

@@ -42,8 +42,10 @@ class TeacherPass:
         self._teacher = teacher
         self._tap = tap
         self._once = once_per_batch and not isinstance(teacher, TrustRegionTeacher)
-        prompt_learning = is_peft_model(trainer.model) and trainer.model.active_peft_config.is_prompt_learning
-        usual = not (trainer._is_vlm or prompt_learning or trainer.pad_to_multiple_of)
+        adapters = trainer.model.peft_config.values() if is_peft_model(trainer.model) else ()
+        # Prompts of their own, or weights that change at a token of the prompt (aLoRA), need the whole of it.
+        whole = any(a.is_prompt_learning or getattr(a, "alora_invocation_tokens", None) for a in adapters)
+        usual = not (trainer._is_vlm or whole or trainer.pad_to_multiple_of)
         self._shares = usual and shares_prefixes(tap.model)
         self._verified = False
 

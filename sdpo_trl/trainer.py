@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from . import no_reward
+from .adapters import check_adapter, show_bias
 from .arguments import check_arguments
 from .batches import position_limit
 from .callbacks import PromptOrderCallback, TeacherUpdateCallback
@@ -133,6 +134,10 @@ class SDPOTrainer(ObservedTrainer):
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
         check_sharding(self.accelerator.state)
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ValueError("Nothing in the model trains: leave `inference_mode=False` in the `peft_config`.")
+        if is_peft_model(self.model):
+            check_adapter(self.model)
         if args.success_reward_func is not None and args.success_reward_func not in self.reward_func_names:
             raise ValueError(
                 f"`success_reward_func={args.success_reward_func!r}` is not the name of a reward function. Yours are: "
@@ -150,6 +155,7 @@ class SDPOTrainer(ObservedTrainer):
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         keep_gradients(base)
+        show_bias(base)
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()

@@ -47,7 +47,7 @@ def check_mergeable(model: nn.Module) -> None:
     Refuse adapters that vLLM could not be sent as weights.
 
     Raises:
-        `ValueError`: prompt learning, or an adapter on one of two tied modules.
+        `ValueError`: prompt learning, an adapter that PEFT cannot merge, or one weight that stands for several.
     """
     config = model.active_peft_config
     if config.is_prompt_learning:
@@ -55,22 +55,53 @@ def check_mergeable(model: nn.Module) -> None:
             f"`use_vllm=True` sends the adapter merged into weights, and {config.peft_type.value} has none to merge. "
             "Use LoRA, or generate without vLLM."
         )
-    users: dict[int, list[tuple[str, bool]]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
-            for p in module.get_base_layer().parameters():
-                users.setdefault(id(p), []).append((name, True))
-        for p in module.parameters(recurse=False):
-            users.setdefault(id(p), []).append((name, False))
-    for entries in users.values():
-        adapted = [name for name, own in entries if own]
-        plain = [name for name, own in entries if not own and not name.startswith(tuple(f"{a}." for a in adapted))]
-        if adapted and plain:
+    sent: dict[int, tuple[str, int]] = {}
+    for name, original, source in _sources(model.get_base_model(), ""):
+        first, own = sent.setdefault(original, (name, source))
+        if own != source:
             raise ValueError(
-                f"The adapter changes {adapted[0]!r}, whose weight is also that of {plain[0]!r} (tied embeddings), so "
-                "vLLM, which has one weight for both, could not be sent the student. Take it out of `target_modules`, "
-                "use `trainable_token_indices`, or load the model with `tie_word_embeddings=False`."
+                f"{first!r} and {name!r} are one weight of the base model (tied embeddings, `layer_replication`), "
+                "which the adapter turns into two, so vLLM, which has one for both, could not be sent the student. "
+                "Take them out of `target_modules` and `modules_to_save`, use `ensure_weight_tying=True` or "
+                "`trainable_token_indices`, or load the model with `tie_word_embeddings=False`."
             )
+    _try_merging(model)
+
+
+def _sources(module: nn.Module, prefix: str) -> Iterator[tuple[str, int, int]]:
+    """Of each weight of the base model: its name, its identity, and that of what is sent in its place."""
+    if isinstance(module, TrainableTokensLayer):
+        source = id(module.tied_adapter or module)  # both see the same tokens
+        yield from ((prefix + name, id(p), source) for name, p in module.get_base_layer().named_parameters())
+    elif isinstance(module, BaseTunerLayer):
+        yield from ((prefix + name, id(p), id(module)) for name, p in module.get_base_layer().named_parameters())
+    elif isinstance(module, TrainableTokensWrapper):
+        yield from _sources(module.token_adapter, prefix)
+    elif isinstance(module, ModulesToSaveWrapper):
+        used = dict(_used_module(module).named_parameters())
+        for name, p in module.original_module.named_parameters():
+            yield prefix + name, id(p), id(used[name])
+    else:
+        yield from ((prefix + name, id(p), id(p)) for name, p in module._parameters.items() if p is not None)
+        for name, child in module.named_children():
+            yield from _sources(child, f"{prefix}{name}.")
+
+
+def _try_merging(model: nn.Module) -> None:
+    """Merge one layer of each kind, so that what PEFT cannot merge is known before the first rollout."""
+    tried: set[str] = set()
+    for name, layer in model.named_modules():
+        kind = repr(layer) if isinstance(layer, BaseTunerLayer) else ""  # tells layers apart that differ in structure
+        if not kind or kind in tried:
+            continue
+        tried.add(kind)
+        try:
+            _merged(layer, "")
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"`use_vllm=True` sends the adapter merged into weights, and PEFT cannot merge that of {name!r}: "
+                f"{error} Use another adapter, or generate without vLLM."
+            ) from error
 
 
 class MergedView(nn.Module):
@@ -105,22 +136,26 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, t
     elif isinstance(module, TrainableTokensWrapper):
         yield from _walk(module.token_adapter, prefix)
     elif isinstance(module, ModulesToSaveWrapper):
-        active = [name for name in module.active_adapters if name in module.modules_to_save]
-        yield from _walk(module.modules_to_save[active[0]] if active else module.original_module, prefix)
+        yield from _walk(_used_module(module), prefix)
     else:
         yield from ((prefix + name, p, p) for name, p in module._parameters.items() if p is not None)
         for name, child in module.named_children():
             yield from _walk(child, f"{prefix}{name}.")
 
 
+def _used_module(module: ModulesToSaveWrapper) -> nn.Module:
+    active = [name for name in module.active_adapters if name in module.modules_to_save]
+    return module.modules_to_save[active[0]] if active else module.original_module
+
+
 def _merged(layer: BaseTunerLayer, prefix: str) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
-    base = layer.get_base_layer()
-    own = dict(base.named_parameters())
+    own = dict(layer.get_base_layer().named_parameters())
     with _borrowed(layer):
         for tuner in layer.modules():  # several where one parameter's adapter wraps another's
             if isinstance(tuner, BaseTunerLayer):
                 tuner.merge(safe_merge=True)  # out of place; refuses what is not finite
-        values = {name: p.data for name, p in base.named_parameters()}
+        # Asked anew: layer norm tuning puts another module in the base layer's place.
+        values = {name: p.data for name, p in layer.get_base_layer().named_parameters()}
     return [(prefix + name, p, _like(p, values[name])) for name, p in own.items()]
 
 
@@ -133,18 +168,19 @@ def _like(p: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _borrowed(layer: nn.Module) -> Iterator[None]:
-    """Within, the layer's parameters are whole, and whatever becomes of them and their attributes is taken back."""
-    modules = [(module, dict(module._parameters)) for module in layer.modules()]
+    """Within, the layer's parameters are whole; what becomes of them, their attributes and modules is taken back."""
+    modules = [(module, dict(module._parameters), dict(module._modules)) for module in layer.modules()]
     contents = [(p, p.data, dict(vars(p))) for p in layer.parameters()]
     try:
-        for module, parameters in modules:
+        for module, parameters, _ in modules:
             for name, p in parameters.items():
                 if p is not None and not is_replicated(p):
                     module._parameters[name] = nn.Parameter(whole(p, p.dtype), requires_grad=False)
         yield
     finally:
-        for module, parameters in modules:
+        for module, parameters, children in modules:
             module._parameters.update(parameters)
+            module._modules.update(children)
             if isinstance(module, BaseTunerLayer):
                 module.merged_adapters.clear()
         for p, data, attributes in contents:

@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from peft import PeftModel, get_peft_model
+from peft import AdaptionPromptConfig, PeftModel, PrefixTuningConfig, PromptEncoderConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig
@@ -239,3 +239,120 @@ def test_the_others_change_no_loss(tmp_path, kind):
         found.append(tiny.gradient(trainer, tiny.micro_batches(trainer)[0]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     tiny.assert_near(found[0][1], found[1][1], 1e-6)
+
+
+def test_several_active_adapters_are_resumed_together(tmp_path):
+    """transformers goes on with the first one alone, and freezes the others."""
+
+    def both():
+        model = with_others()
+        model.base_model.set_adapter(["mine", "other"])
+        return model
+
+    trainer = make(tmp_path / "run", "ema", both())
+    trainer.train()
+    resumed = make(tmp_path / "resumed", "ema", both())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    end = tiny.trained(trainer.model)
+    assert {name.split(".")[-2] for name in end} == {"mine", "other"}
+    tiny.assert_equal(tiny.trained(resumed.model), end)
+    tiny.assert_equal(resumed._stores["teacher"]._values, trainer._stores["teacher"]._values)
+
+
+# What else an adapter may be
+
+
+def test_tokens_of_tied_embeddings_train_and_come_back(tmp_path):
+    """The output head, too, is then a wrapper of PEFT's."""
+    options = {"num_iterations": 2, "beta": 0.1, "distillation_weight": 0.5}
+    tokens = {"trainable_token_indices": {"embed_tokens": list(range(70, 104))}}
+
+    def build():
+        return get_peft_model(tiny.build_model(tie_word_embeddings=True), tiny.lora(**tokens))
+
+    trainer = make(tmp_path / "run", "ema", build(), **options)
+    start = tiny.trained(trainer.model)
+    trainer.train()
+    moved = {name for name, p in tiny.trained(trainer.model).items() if not torch.equal(p, start[name])}
+    assert any("trainable_tokens_delta" in name for name in moved)
+    resumed = make(tmp_path / "resumed", "ema", build(), **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    tiny.assert_equal(tiny.trained(resumed.model), tiny.trained(trainer.model))
+
+
+def test_a_head_with_trained_tokens_gives_the_loss_of_plain_weights(tmp_path):
+    tokens = {"trainable_token_indices": {"embed_tokens": list(range(70, 104))}}
+    model = get_peft_model(tiny.build_model(tie_word_embeddings=True), tiny.lora(**tokens))
+    tiny.shift(model, 0.1)
+    plain = copy.deepcopy(model).merge_and_unload()
+    losses = []
+    for student in (model, plain.requires_grad_(True)):
+        trainer = make(tmp_path, "live", student)
+        losses.append(tiny.gradient(trainer, tiny.micro_batches(trainer)[0])[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] > 1e-3
+
+
+def test_weights_that_change_at_a_token_share_no_prefix(tmp_path):
+    """An untrained aLoRA changes nothing yet, so comparing once could not have told."""
+    model = get_peft_model(tiny.build_model(), tiny.lora(alora_invocation_tokens=[8]))
+    assert not make(tmp_path, "ema", model)._teacher_pass._shares
+    assert make(tmp_path, "ema", get_peft_model(tiny.build_model(), tiny.lora()))._teacher_pass._shares
+
+
+def merged_already():
+    model = tiny.trained_adapter()
+    model.merge_adapter()
+    return model
+
+
+def partly_unfrozen():
+    model = tiny.trained_adapter()
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+def with_another_ones_biases():
+    model = get_peft_model(tiny.build_model(attention_bias=True), tiny.lora(bias="lora_only"), adapter_name="other")
+    model.add_adapter("mine", tiny.lora())
+    model.set_adapter("mine")
+    return model
+
+
+REFUSED = {
+    "merged": (merged_already, r"is merged into its base.*unmerge_adapter"),
+    "norm": (partly_unfrozen, r"norm\.weight' trains \(1 such weights\).*neither a checkpoint.*`modules_to_save`"),
+    "biases": (with_another_ones_biases, r"q_proj\.base_layer\.bias' trains \(4 such weights\)"),
+    "random": (tiny.lora(init_lora_weights="pissa_niter_4"), r"another one each time.*init_lora_weights='pissa'"),
+    "frozen": (tiny.lora(inference_mode=True), r"Nothing in the model trains: leave `inference_mode=False`"),
+    "prompts": (AdaptionPromptConfig(adapter_layers=2, adapter_len=4, task_type="CAUSAL_LM"), "Adaption prompts"),
+}
+
+
+@pytest.mark.parametrize("kind", ["live", "ema"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_not_train_or_not_come_back_is_refused(tmp_path, case, kind):
+    adapter, message = REFUSED[case]
+    model, config = (adapter(), None) if callable(adapter) else (tiny.build_model(), adapter)
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path, kind, model, trainer_peft_config=config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptEncoderConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        PrefixTuningConfig(num_virtual_tokens=3, prefix_projection=True, task_type="CAUSAL_LM"),
+    ],
+    ids=["p-tuning", "prefix projection"],
+)
+def test_prompts_written_by_a_network_are_exported_and_not_resumed(tmp_path, config):
+    trainer = make(tmp_path, "ema", tiny.build_model(), trainer_peft_config=config)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "export"))
+    ids = torch.tensor([[8, 9, 3, 11]])
+    again = PeftModel.from_pretrained(tiny.build_model(), tmp_path / "export")
+    with torch.no_grad():
+        assert torch.allclose(again(ids).logits, trainer.model.eval()(ids).logits, atol=1e-5)
+    again = make(tmp_path, "ema", tiny.build_model(), trainer_peft_config=config)
+    with pytest.raises(ValueError, match=r"cannot be resumed: PEFT saves the prompts that 'prompt_encoder"):
+        again.train(resume_from_checkpoint=True)

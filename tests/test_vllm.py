@@ -6,7 +6,7 @@ import fake_vllm
 import pytest
 import tiny
 import torch
-from peft import PrefixTuningConfig, get_peft_model
+from peft import LNTuningConfig, PrefixTuningConfig, get_peft_model
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://server:1"}
 
@@ -63,6 +63,22 @@ def test_the_current_adapter_is_sent_merged_under_base_names(tmp_path, monkeypat
     assert server.resets == 2
 
 
+def test_trained_layer_norms_are_sent_and_stay_where_they_are(tmp_path, monkeypatch):
+    """PEFT merges them by letting the two modules change places."""
+    config = LNTuningConfig(target_modules=["input_layernorm", "norm"], task_type="CAUSAL_LM")
+    model = get_peft_model(tiny.build_model(), config)
+    tiny.shift(model, 0.3)
+    server = fake_vllm.FakeServer(tiny.build_model()).install(monkeypatch)
+    trainer = tiny.trainer(tmp_path, model=model, **SERVER)
+    before, modules = content(model), dict(model.named_modules())
+    for number in range(2):  # TRL looks at all tensors twice the first time
+        trainer.vllm_generation.sync_weights()
+        tiny.assert_equal(content(model), before)
+        assert all(dict(model.named_modules())[name] is module for name, module in modules.items())
+        tiny.assert_equal(server.sent[number], merged(model))
+    assert not torch.equal(server.sent[0]["model.norm.weight"], tiny.build_model().model.norm.weight)
+
+
 def test_full_fine_tuning_sends_the_student_and_not_its_teacher(tmp_path, monkeypatch):
     server = fake_vllm.FakeServer(tiny.build_model()).install(monkeypatch)
     trainer = tiny.trainer(tmp_path, **SERVER, teacher_model_kind="ema", max_steps=2)
@@ -110,10 +126,42 @@ def test_what_cannot_be_merged_is_refused(tmp_path, monkeypatch):
     prefix = get_peft_model(tiny.build_model(), PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
     with pytest.raises(ValueError, match=r"PREFIX_TUNING has none to merge\. Use LoRA"):
         tiny.trainer(tmp_path, model=prefix, **SERVER)
+
+
+ONE_WEIGHT = {
+    "adapter": ({"target_modules": ["embed_tokens", "v_proj"]}, True),
+    "copied head": ({"modules_to_save": ["lm_head"]}, True),
+    "copied embedding": ({"modules_to_save": ["embed_tokens"]}, True),
+    "two copies": ({"modules_to_save": ["embed_tokens", "lm_head"]}, True),
+    "layers": ({"layer_replication": [[0, 2], [0, 2]]}, False),
+}
+
+
+@pytest.mark.parametrize("case", ONE_WEIGHT)
+def test_one_weight_that_an_adapter_makes_two_is_refused(tmp_path, monkeypatch, case):
+    """vLLM has one place for it, so it would generate with another model than the student, without a word."""
+    options, tied = ONE_WEIGHT[case]
+    base = tiny.build_model(tie_word_embeddings=tied)
+    fake_vllm.FakeServer(base).install(monkeypatch)
+    with pytest.raises(ValueError, match=r"are one weight of the base model.*`ensure_weight_tying=True`"):
+        tiny.trainer(tmp_path, model=get_peft_model(base, tiny.lora(**options)), **SERVER)
+
+
+def test_tied_copies_are_sent_as_one(tmp_path, monkeypatch):
     base = tiny.build_model(tie_word_embeddings=True)
-    tied = get_peft_model(base, tiny.lora(target_modules=["embed_tokens", "v_proj"]))
-    with pytest.raises(ValueError, match=r"embed_tokens.*tied embeddings.*tie_word_embeddings=False"):
-        tiny.trainer(tmp_path, model=tied, **SERVER)
+    server = fake_vllm.FakeServer(base).install(monkeypatch)
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    trainer = tiny.trainer(tmp_path, model=get_peft_model(base, tiny.lora(**options)), **SERVER)
+    tiny.shift(trainer.model, 0.3)
+    trainer.vllm_generation.sync_weights()
+    tiny.assert_near(server.sent[0], merged(trainer.model), 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"alora_invocation_tokens": [8]}, {"lora_bias": True}], ids=str)
+def test_what_peft_cannot_merge_is_refused_before_the_first_rollout(tmp_path, monkeypatch, options):
+    fake_vllm.FakeServer(tiny.build_model()).install(monkeypatch)
+    with pytest.raises(ValueError, match=r"PEFT cannot merge that of '.*q_proj': .* or generate without vLLM"):
+        tiny.trainer(tmp_path, model=get_peft_model(tiny.build_model(), tiny.lora(**options)), **SERVER)
 
 
 @pytest.mark.parametrize("peft", [False, True])
