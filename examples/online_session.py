@@ -99,7 +99,6 @@ def session_of(model: Any, tokenizer: Any, options: argparse.Namespace, work: de
     journal.unlink(missing_ok=True)
     layers = ["gate_proj", "up_proj", "down_proj"]
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules=layers, task_type="CAUSAL_LM")
-    torch.manual_seed(options.seed)
     return OnlineSession(model, tokenizer, args, peft_config=adapter, tools=work.tools, journal=journal)
 
 
@@ -114,7 +113,6 @@ def real(options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
         AutoTokenizer.from_pretrained(options.model),
     )
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    torch.manual_seed(options.seed)
     return OnlineSession(model.float(), tokenizer, args, peft_config=adapter, tools=work.tools)
 
 

@@ -337,7 +337,24 @@ def test_a_journal_that_begins_with_a_saved_session_needs_its_folder(tmp_path, m
         talk.session(tmp_path, session_journal=tmp_path / "new.jsonl")
 
 
+def test_a_folder_that_another_session_saved_over_is_not_taken(tmp_path, monkeypatch):
+    first = lived(tmp_path, monkeypatch)
+    first.save(tmp_path / "saved")
+    first.close()
+    other = lived(tmp_path, monkeypatch, "other.jsonl")
+    other.save(tmp_path / "saved")
+    same(first, talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl"))
+
+
+def test_other_options_than_the_journal_s_are_told(tmp_path, monkeypatch, caplog):
+    lived(tmp_path, monkeypatch).close()
+    talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl", learning_rate=5e-3).close()
+    assert "other options" in caplog.text and "learning_rate=0.005 (was 0.01)." in caplog.text
+
+
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="The journal lies in"):
+        talk.session(tmp_path, session_journal=tmp_path / "in" / "journal.jsonl").save(tmp_path / "in")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear")
     session = talk.session(tmp_path)

@@ -4,6 +4,7 @@ Knows: its two halves, talking and learning. Deliberately does not know: termina
 """
 
 import copy
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +14,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from transformers import set_seed
 
 from ..files import attribute
 from . import storage
 from .calls import ToolSet, dialect_of
-from .config import check_online, online_config
+from .config import changed_settings, check_online, online_config, settings_of
 from .conversation import Answer, Conversation
 from .journal import FORMAT, Journal
 from .records import Attempt, AttemptChange, Message, Progress, SessionError, TokenChange
 from .state import CUT_OFF, SessionState
 from .trainer import OnlineTrainer
 from .updates import Updates
+
+logger = logging.getLogger(__name__)
 
 
 class OnlineSession(Conversation):
@@ -74,6 +78,7 @@ class OnlineSession(Conversation):
         if undo_depth < 1:
             raise ValueError(f"`undo_depth` is at least 1, got {undo_depth}: what is interrupted is taken back, too.")
         self._tools = ToolSet(tools)
+        set_seed(args.seed)  # a new adapter is the same one each time, so a journal leads to the same weights
         self.trainer = OnlineTrainer(
             model, args, processing_class=tokenizer, peft_config=peft_config, shares_prefixes=shares_prefixes
         )
@@ -100,6 +105,9 @@ class OnlineSession(Conversation):
         if self._journal is not None and self._journal.events:
             for event in self._journal.events:
                 state.apply(event)
+            changed = changed_settings(self.trainer.args, self._journal.events[0]["settings"])
+            if changed:
+                logger.warning(f"The journal was begun with other options, so its updates may differ: {changed}.")
             self._journal.events.clear()
             return state
         if folder is not None:
@@ -110,6 +118,7 @@ class OnlineSession(Conversation):
             self._journal.write({
                 "event": "opened", "format": FORMAT, "state": state.record(), "updates": self._updates.applied,
                 "folder": None if folder is None else str(folder.absolute()),
+                "settings": settings_of(self.trainer.args),
             })  # fmt: skip
         return state
 
@@ -249,8 +258,11 @@ class OnlineSession(Conversation):
 
         Raises:
             `FileExistsError`: the folder holds something else.
+            `ValueError`: the journal lies in it.
         """
         folder = Path(folder).absolute()
+        if self._journal is not None and folder in self._journal.path.absolute().parents:
+            raise ValueError(f"The journal lies in {folder}, which is replaced as a whole. Save to another folder.")
         storage.write(self.trainer, folder, {"state": self._state.record(), **self._updates.record()})
         self._record({"event": "saved", "folder": str(folder)})
 
