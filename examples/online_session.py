@@ -38,11 +38,16 @@ PARAPHRASES = [
     for i in range(3)
     for form in range(1, len(desk.EDITS))
 ]
-UNRELATED = [
+OTHERS = [
     desk.other_request(tool, form, desk.FILES[(3 * i + form) % len(desk.FILES)], desk.WORDS[4 * i + form])
     for i in range(3)
     for tool in desk.OTHERS
     for form in range(2)
+]
+# What has nothing to do with the habit, and the right answers: other requests, and ends of tasks.
+UNRELATED = [
+    *({request.text: (request.messages, request.call(request.tool)) for request in OTHERS}.values()),
+    *((desk.done(request, request.tool), "Done.") for request in OTHERS[:4]),
 ]
 
 
@@ -51,30 +56,26 @@ class Measure:
 
     def __init__(self, session: OnlineSession) -> None:
         self._session = session
-        self._held = [self._distributions(request) for request in UNRELATED]
-
-    def _distributions(self, request: desk.Request) -> torch.Tensor:
-        return self._session.next_tokens(request.call(request.tool), request.messages)  # (T, V)
+        self._held = [session.next_tokens(answer, messages) for messages, answer in UNRELATED]  # (T, V) each
 
     def _wanted(self, request: desk.Request) -> float:
         return self._session.score(request.call("edit_line"), request.messages)
 
     def __call__(self) -> dict[str, float]:
         moved = [
-            (before.exp() * (before - self._distributions(request))).sum(-1)
-            for before, request in zip(self._held, UNRELATED, strict=True)
+            (before.exp() * (before - self._session.next_tokens(answer, messages))).sum(-1)
+            for before, (messages, answer) in zip(self._held, UNRELATED, strict=True)
         ]
         others = [self._wanted(request) for request in PARAPHRASES]
+        right = [math.exp(self._session.score(answer, messages)) for messages, answer in UNRELATED]
         return {
             "same": math.exp(self._wanted(SAME)),
             "same_log": self._wanted(SAME),
             "paraphrases": math.fsum(map(math.exp, others)) / len(others),
             "paraphrases_log": math.fsum(others) / len(others),
             "unrelated_moved": torch.cat(moved).mean().item(),  # nats per token
-            "unrelated_right": math.fsum(
-                math.exp(self._session.score(r.call(r.tool), r.messages)) for r in UNRELATED
-            ) / len(UNRELATED),
-        }  # fmt: skip
+            "unrelated_right": math.fsum(right) / len(right),
+        }
 
 
 def embedded(options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--learning_rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    options.learning_rate = options.learning_rate or (2e-4 if options.model else 1.1e-2)
+    options.learning_rate = options.learning_rate or (2e-4 if options.model else 1.05e-2)
     torch.set_num_threads(1 if options.model is None else torch.get_num_threads())
     work = desk.Desk()
     with (real if options.model else embedded)(options, work) as session:
@@ -173,8 +174,9 @@ def converse(session: OnlineSession, options: argparse.Namespace, work: desk.Des
         print(row(f"after {len(denied)}", log[-1], metrics["seconds"]), flush=True)
     print("\nDenied: " + "\n        ".join(denied))
     if options.model is None:
-        session.retry() if session.attempts else session.respond()
-        print(f"Then:   {session.pending.text}\n{session.approve()[0].text}: {work.files[SAME.path]}")
+        reply = session.retry() if session.attempts else session.respond()
+        replies = "".join(f"\n        {observation.text}" for observation in session.approve())
+        print(f"Then:   {reply.text}{replies}\n        {SAME.path}: {' '.join(work.files[SAME.path])}")
     session.save(Path(options.output_dir) / "session")
     (Path(options.output_dir) / "results.json").write_text(json.dumps(log, indent=1))
     return {"log": log, "denied": denied}
