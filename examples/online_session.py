@@ -52,11 +52,20 @@ UNRELATED = [
 
 
 class Measure:
-    """What the table shows; `held` are the unrelated requests' distributions before anything was learned."""
+    """
+    What the table shows.
 
-    def __init__(self, session: OnlineSession) -> None:
+    Args:
+        session ([`OnlineSession`]): Before anything was learned.
+        paraphrases (`int`): How many of them; a real model takes seconds for each.
+        unrelated (`int`): Likewise.
+    """
+
+    def __init__(self, session: OnlineSession, paraphrases: int, unrelated: int) -> None:
         self._session = session
-        self._held = [session.next_tokens(answer, messages) for messages, answer in UNRELATED]  # (T, V) each
+        self._paraphrases, self._unrelated = PARAPHRASES[:paraphrases], UNRELATED[:unrelated]
+        # The unrelated requests' distributions before, (T, V) each.
+        self._held = [session.next_tokens(answer, messages) for messages, answer in self._unrelated]
 
     def _wanted(self, request: desk.Request) -> float:
         return self._session.score(request.call("edit_line"), request.messages)
@@ -64,13 +73,14 @@ class Measure:
     def __call__(self) -> dict[str, float]:
         moved = [
             (before.exp() * (before - self._session.next_tokens(answer, messages))).sum(-1)
-            for before, (messages, answer) in zip(self._held, UNRELATED, strict=True)
+            for before, (messages, answer) in zip(self._held, self._unrelated, strict=True)
         ]
-        others = [self._wanted(request) for request in PARAPHRASES]
-        right = [math.exp(self._session.score(answer, messages)) for messages, answer in UNRELATED]
+        others = [self._wanted(request) for request in self._paraphrases]
+        right = [math.exp(self._session.score(answer, messages)) for messages, answer in self._unrelated]
+        same = self._wanted(SAME)
         return {
-            "same": math.exp(self._wanted(SAME)),
-            "same_log": self._wanted(SAME),
+            "same": math.exp(same),
+            "same_log": same,
             "paraphrases": math.fsum(map(math.exp, others)) / len(others),
             "paraphrases_log": math.fsum(others) / len(others),
             "unrelated_moved": torch.cat(moved).mean().item(),  # nats per token
@@ -157,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 def converse(session: OnlineSession, options: argparse.Namespace, work: desk.Desk) -> dict[str, Any]:
     """The scripted conversation and its table."""
-    measure = Measure(session)
+    measure = Measure(session, *((3, 4) if options.model else (len(PARAPHRASES), len(UNRELATED))))
     log = [{"corrections": 0, **measure()}]
     print(f"> {SAME.text}\n\n| | wanted call (log) | on paraphrases | unrelated moved, nats | unrelated right | s |")
     print(f"| --- | --- | --- | --- | --- | --- |\n{row('before', log[0], None)}", flush=True)

@@ -1,6 +1,8 @@
 """A session: what is said, denied, learned, tried again, taken back, and what it refuses."""
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 import talk
@@ -10,6 +12,7 @@ from talk import BROKEN, FAILING, PLAIN
 from test_online_trainer import KINDS
 from transformers import TrainerCallback
 
+import sdpo_trl
 from sdpo_trl.online import Call, ContextTooLong, OnlineSession, Progress, SessionError, online_config
 
 CALL = Call("write_file", {"path": "a.txt", "text": "hello"})
@@ -170,6 +173,26 @@ def test_candidates_without_a_right_one_need_a_text(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Nothing is said"):
         session.rank([], [0, 1])
     assert session.rank([], [0, 1], "both bad") is None and len(session.attempts) == 2
+
+
+def test_an_interrupted_tool_leaves_no_call_without_a_reply(tmp_path, monkeypatch):
+    both = PLAIN.removesuffix("$") + PLAIN
+    session, left = begun(tmp_path, monkeypatch, both, session_journal=tmp_path / "journal.jsonl")
+
+    def interrupted(path, text):
+        raise KeyboardInterrupt
+
+    session._tools.functions["write_file"] = interrupted
+    session.respond()
+    with pytest.raises(KeyboardInterrupt):
+        session.approve()
+    assert [turn["role"] for turn in session.messages[2:]] == ["assistant", "tool", "tool"]
+    assert "interrupted" in session.messages[-1]["content"]
+    session.close()
+    again = talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl")
+    assert again.messages == session.messages
+    left.append("I see$")
+    assert again.respond().text == "I see"
 
 
 # Sampling
@@ -445,6 +468,17 @@ def test_scores_are_exact(tmp_path):
     assert steps.shape == (4, 104) and session.score("yes", messages) == pytest.approx(total, abs=1e-5)
     assert torch.allclose(session.next_token(messages), steps[0], atol=1e-6)
     assert torch.allclose(steps.exp().sum(-1), torch.ones(4), atol=1e-5)
+
+
+def test_the_core_does_not_know_the_session():
+    package = Path(sdpo_trl.__file__).parent
+    files = [path for path in package.rglob("*.py") if "online" not in path.relative_to(package).parts]
+    assert len(files) > 60
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = getattr(node, "module", None) or ""
+            assert not any("online" in part.split(".") for part in [module, *names]), path
 
 
 def test_the_defaults_of_a_session_are_accepted(tmp_path):

@@ -16,9 +16,9 @@ def test_the_table_of_the_demo_is_exact(tmp_path, monkeypatch, capsys):
     measures = []
 
     class Measure(online_session.Measure):
-        def __init__(self, session):
+        def __init__(self, session, *counts):
             measures.append(session)
-            super().__init__(session)
+            super().__init__(session, *counts)
 
     monkeypatch.setattr(online_session, "Measure", Measure)
     result = online_session.main(["--output_dir", str(tmp_path), "--corrections", "1"])

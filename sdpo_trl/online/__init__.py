@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and TRL are imported when a session is asked for; records and journals need neither."""
+    """TRL is imported when a session is asked for; records and journals do not need it."""
     if name == "OnlineSession":
         from .session import OnlineSession
 

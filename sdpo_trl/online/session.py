@@ -56,6 +56,7 @@ class OnlineSession(Conversation):
 
     Raises:
         `ValueError`: an option that a session could not honour, or a tokenizer without a chat template.
+        `NotImplementedError`: a model that reads images, or several processes.
         [`SessionError`]: another session writes to the journal.
     """
 
@@ -84,6 +85,8 @@ class OnlineSession(Conversation):
         )
         if self.trainer._is_vlm:
             raise NotImplementedError("A session speaks in text: models that read images are not supported.")
+        if self.trainer.accelerator.num_processes > 1 or self.trainer.is_deepspeed_enabled:
+            raise NotImplementedError("A session is one process: start it without a launcher, and without DeepSpeed.")
         self._dialect = dialect_of(
             self.trainer._tokenizer, self._tools, self.trainer.eos_token_ids, self.trainer.chat_template_kwargs
         )
@@ -96,8 +99,7 @@ class OnlineSession(Conversation):
             if self._journal is not None:
                 self._journal.close()
             raise
-        for call in list(self._state.running):  # the process ended while a tool ran
-            self._record({"event": "observed", "call": vars(call), "text": CUT_OFF, "ok": False})
+        self._settle(CUT_OFF)  # the process ended while a tool ran
 
     def _restored(self, messages: Sequence[Message], folder: Path | None) -> SessionState:
         """The state that the journal or the folder holds, or a new one, which the journal is told of."""
