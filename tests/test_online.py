@@ -8,12 +8,14 @@ import pytest
 import talk
 import tiny
 import torch
+import trl
 from talk import BROKEN, FAILING, PLAIN
 from test_online_trainer import KINDS
 from transformers import TrainerCallback
 
 import sdpo_trl
 from sdpo_trl.online import Call, ContextTooLong, OnlineSession, Progress, SessionError, online_config
+from sdpo_trl.online.calls import Dialect, ToolSet, _behind, dialect_of
 
 CALL = Call("write_file", {"path": "a.txt", "text": "hello"})
 
@@ -435,6 +437,41 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path, monkeypatch):
     assert session.attempts[0].solution == body
     assert session.score(CALL) == pytest.approx(session.score(session.attempts[0].solution), abs=1e-6)
     session.learn()
+
+
+def test_a_template_without_a_system_turn_gets_it_all_in_the_first_user_turn(tmp_path, monkeypatch):
+    tokenizer = tiny.build_tokenizer()
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    session, _ = begun(tmp_path, monkeypatch, PLAIN, session_tokenizer=tokenizer)
+    reply = session.respond()
+    read = tokenizer.decode(reply.prompt_ids)
+    assert read.startswith("<|user|>be good\n\nYou can call tools") and read.count("<|user|>") == 1
+    assert read.endswith("\n\nwrite hello to a.txt<|end|><|assistant|>") and reply.call == CALL
+    assert session.messages[0] == talk.SYSTEM
+    session.deny("no", solution=CALL)
+    session.learn()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "qwen3_instruct_2507", "glm4moe"])
+def test_calls_are_written_as_they_are_read(name):
+    """By chat templates of real models, with TRL's own parsers for them."""
+    tokenizer = tiny.build_tokenizer()
+    folder = Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    dialect = dialect_of(tokenizer, ToolSet(talk.Files().tools), [1], {})
+    assert type(dialect) is Dialect
+    call = Call("write_file", {"path": "a", "text": 'x\ny {z} "quoted"'})
+    messages = [talk.SYSTEM, {"role": "user", "content": "hi"}]
+    prompt = tokenizer.apply_chat_template(messages, tools=dialect.schemas, add_generation_prompt=True)["input_ids"]
+    ids = dialect.write(messages, dialect.message(call))
+    assert ids[-1] == 1 and dialect.read(ids, prompt)[2:] == ((call,), None)
+
+
+def test_a_turn_is_told_from_its_header():
+    assert _behind("<a>\n<think>\n\n</think>\n\n", "<a>\n<tool_call>x") == "<tool_call>x"
+    assert _behind("<a>\n", "<a>\nhello") == "hello"
+    assert _behind("<a><think>\n", "<a>that") == "that"
 
 
 def test_trackers_and_callbacks_see_a_session_as_one_run(tmp_path, monkeypatch):
