@@ -353,6 +353,18 @@ def test_other_options_than_the_journal_s_are_told(tmp_path, monkeypatch, caplog
     assert "other options" in caplog.text and "learning_rate=0.005 (was 0.01)." in caplog.text
 
 
+def test_a_save_that_was_killed_leaves_the_older_one(tmp_path, monkeypatch):
+    session = lived(tmp_path, monkeypatch)
+    session.save(tmp_path / "saved")
+    (tmp_path / "saved").rename(tmp_path / "saved.old")  # killed between the two renames
+    (tmp_path / ".saved-x.partial").mkdir()  # and another time while it wrote
+    given = {"args": talk.options(tmp_path), "tools": talk.Files().tools}
+    again = OnlineSession.load(tmp_path / "saved", tiny.build_model(max_position_embeddings=4096), **given)
+    same(session, again)
+    again.save(tmp_path / "saved")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["journal.jsonl", "saved"]
+
+
 def test_folders_that_cannot_be_used(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="The journal lies in"):
         talk.session(tmp_path, session_journal=tmp_path / "in" / "journal.jsonl").save(tmp_path / "in")

@@ -99,7 +99,7 @@ def main() -> None:
             seconds = measure(trainer, int(count), options.rounds, clock)
             ratio = seconds["shared"] / seconds["each by itself"]
             table.append({"teacher": teacher, "denied answers": int(count), **seconds, "ratio": ratio})
-    publish("online", table, Path(options.out))
+            publish("online", table, Path(options.out))
 
 
 if __name__ == "__main__":
