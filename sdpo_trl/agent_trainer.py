@@ -18,7 +18,15 @@ from .agent_metrics import AgentMetrics, is_truncated
 from .batches import position_limit
 from .files import attribute
 from .guarded_trainer import GuardedTrainer
-from .tool_calls import INVALID_CALL, ResponseReader, ToolBox, invalid_tool_call, settle_observation
+from .reprompt import well_formed
+from .tool_calls import (
+    INVALID_CALL,
+    ResponseReader,
+    ToolBox,
+    as_table_entry,
+    invalid_tool_call,
+    settle_observation,
+)
 from .turns import turn_starts
 
 logger = logging.getLogger(__name__)
@@ -71,6 +79,13 @@ class AgentTrainer(GuardedTrainer):
 
     def _generate_and_score_completions(self, inputs):
         inputs = [self._read_row(row, number) for number, row in enumerate(inputs)]
+        if self.tools and self.rollout_func is None:
+            text = next((number for number, row in enumerate(inputs) if isinstance(row.get("prompt"), str)), None)
+            if text is not None:
+                raise ValueError(
+                    f"The prompt of row {text} of the batch is plain text, which has no place for tools and their "
+                    'replies. Use messages: `[{"role": "user", "content": ...}]`.'
+                )
         declared = [row_rules.declared_tools(row.get("tools")) for row in inputs]
         self._batch_tools = None
         if any(tools is not None for tools in declared):
@@ -78,10 +93,12 @@ class AgentTrainer(GuardedTrainer):
             self._batch_tools = declared
         return super()._generate_and_score_completions(inputs)
 
-    @staticmethod
-    def _read_row(row: dict[str, Any], number: int) -> dict[str, Any]:
+    def _read_row(self, row: dict[str, Any], number: int) -> dict[str, Any]:
         try:
-            return row_rules.prompt_row(row)
+            read = row_rules.prompt_row(row)
+            if read.get("prompt") in (None, []) and self.environment_factories is None:
+                raise ValueError("Its prompt is missing or has no message. Drop the row.")
+            return read
         except ValueError as error:
             raise ValueError(f"Row {number} of the batch cannot be read. {error}") from error
 
@@ -157,6 +174,8 @@ class AgentTrainer(GuardedTrainer):
     # Turns
 
     def _generate(self, prompts):
+        if self._distills:
+            prompts[:] = [well_formed(prompt) for prompt in prompts]  # an environment may have added to them
         self._tool_calls, self._tool_successes = Counter(), Counter()
         self._call_count = self._failure_count = 0
         with self._reader.reading() if self._distills and self.tools else nullcontext():
@@ -200,6 +219,11 @@ class AgentTrainer(GuardedTrainer):
         """
         positions = position_limit(self.model.config)
         longest = max(map(len, prompt_ids))
+        if min(map(len, prompt_ids)) == 0:
+            row = next(i for i, ids in enumerate(prompt_ids) if not ids)
+            raise ValueError(
+                f"The prompt of row {row} of the batch is empty: there is no token to go on from. Drop the row."
+            )
         if positions is not None and longest >= positions:
             # TRL's tool loop has already ended the interactions that are this long, so this is a prompt of the batch.
             row = next(i for i, ids in enumerate(prompt_ids) if len(ids) >= positions)
@@ -243,3 +267,18 @@ class AgentTrainer(GuardedTrainer):
         )
         self._call_count, self._failure_count = result[4], result[5]
         return result
+
+    # Logs
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.log_completions:
+            super().log(logs, start_time)
+            return
+        shown = {
+            **self._logs,
+            "prompt": [as_table_entry(entry) for entry in self._logs["prompt"]],
+            "completion": [as_table_entry(entry) for entry in self._logs["completion"]],
+            "extra": {name: well_formed(list(values)) for name, values in self._logs["extra"].items()},
+        }
+        with attribute(self, "_logs", shown):
+            super().log(logs, start_time)

@@ -40,6 +40,11 @@ def check_arguments(model: Any, args: Any, peft_config: Any, feedback_func: Any,
         raise ValueError("`feedback_func` would never be read: set `teacher_context='feedback'`, or drop it.")
     if teacher_model is None and args.teacher_model_init_kwargs:
         raise ValueError("`teacher_model_init_kwargs` has no effect without `teacher_model`.")
+    if teacher_model is not None and args.use_teacher_server:
+        raise ValueError(
+            "`use_teacher_server=True` scores with the student's own weights, and `teacher_model` brings others. Drop "
+            "one of them."
+        )
     if teacher_model is not None:
         if teacher_model is model and not isinstance(model, str):
             raise ValueError(

@@ -11,6 +11,7 @@ from .heads import MixedHead, TokenHead
 from .rollouts import Rollouts
 from .run_state import RunningMean
 from .teacher import Teacher
+from .timing import StepClock
 
 
 class PromptOrderCallback(TrainerCallback):
@@ -71,10 +72,14 @@ class TeacherUpdateCallback(TrainerCallback):
         teacher ([`Teacher`]): Decides whether it is time.
         finished_batches (`Callable`): How many rollout batches have been trained on so far.
         gap_size ([`RunningMean`]): Is told that a step ended.
+        clock ([`StepClock`]): Is told how long the move takes.
     """
 
-    def __init__(self, teacher: Teacher, finished_batches: Callable[[], int], gap_size: RunningMean) -> None:
+    def __init__(
+        self, teacher: Teacher, finished_batches: Callable[[], int], gap_size: RunningMean, clock: StepClock
+    ) -> None:
         self._teacher = teacher
+        self._clock = clock
         self._gap_size = gap_size
         self._finished_batches = finished_batches
         self._seen = 0
@@ -84,6 +89,7 @@ class TeacherUpdateCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         finished = self._finished_batches()
-        self._teacher.step_finished(state.global_step, batch_finished=finished > self._seen)
+        with self._clock.part("teacher_update"):
+            self._teacher.step_finished(state.global_step, batch_finished=finished > self._seen)
         self._seen = finished
         self._gap_size.step_finished()

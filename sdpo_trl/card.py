@@ -42,7 +42,7 @@ def complete_card(card: ModelCard, args: Any, teacher: str, *, adapter: bool, ch
     """
     if adapter:
         card.data.library_name = "peft"
-    text = card.text.replace('model="None"', f'model="./{name}"')
+    text = card.text.replace('model="None"', f"model={json.dumps(f'./{name}', ensure_ascii=False)}")
     if not chats:
         text = text.replace('[{"role": "user", "content": question}]', "question")
     lines = "\n".join(f"{key}: {json.dumps(value)}" for key, value in settings(args).items())

@@ -12,8 +12,13 @@ from .divergence import DivergenceSpec
 from .faults import FaultOptions
 from .reprompt import DEFAULT_FEEDBACK, DEFAULT_REPROMPT, DEFAULT_SOLUTION, Templates
 from .rollouts import RoutingRule
+from .server_options import ServerOptions
 
 TeacherKind = Literal["live", "base", "ema", "snapshot", "trust_region"]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class _SingleGeneration(int):
@@ -41,13 +46,14 @@ class _Token(str):
 
 
 @dataclass
-class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
+class SDPOConfig(AgentOptions, ServerOptions, FaultOptions, ControlOptions, GRPOConfig):
     r"""
     Configuration of [`SDPOTrainer`]: all of [`~trl.GRPOConfig`], the options below, those of [`ControlOptions`] for
-    long runs, of [`AgentOptions`] for agents and other teachers, and of [`FaultOptions`] for runs that break.
+    long runs, of [`AgentOptions`] for agents and other teachers, of [`ServerOptions`] for scoring on vLLM's server,
+    and of [`FaultOptions`] for runs that break.
 
     Fields that TRL's experimental `SDPOConfig` also has keep its names and meanings; where a default differs it
-    follows the paper (arXiv 2601.20802), see the table in the README. Every option is either effective or refused with
+    follows the paper (arXiv 2601.20802), see docs/options.md. Every option is either effective or refused with
     a `ValueError` that says what to do instead.
 
     Parameters:
@@ -219,12 +225,14 @@ class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
             self.num_generations = 1
         if self.hub_token is not None:
             self.hub_token = _Token(self.hub_token)
+        self._check_kinds()
         self._check_ranges()
         self._check_control_ranges()
         self._check_agent_ranges()
         self._check_fault_ranges()
         self._check_pairs()
         self._check_control_pairs()
+        self._check_server_pairs()
         self.templates  # noqa: B018 - building them checks their slots
 
     @property
@@ -250,21 +258,47 @@ class SDPOConfig(AgentOptions, FaultOptions, ControlOptions, GRPOConfig):
             self.environment_feedback_only_without_solution,
         )
 
+    def _check_kinds(self) -> None:
+        """Switches and texts are what they say: the text "false", for one, would switch on."""
+        inherited = {option.name for option in fields(GRPOConfig)}
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in inherited:
+                continue
+            if isinstance(option.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"`{option.name}` must be `True` or `False`, got {value!r}.")
+        for name in ("reprompt_template", "solution_template", "feedback_template", "turn_feedback_template"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"`{name}` must be a text, got {getattr(self, name)!r}.")
+        for name in ("success_reward_func", "success_buffer_key"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ValueError(f"`{name}` must be a text or `None`, got {getattr(self, name)!r}.")
+
     def _check_ranges(self) -> None:
         for name in ("distillation_weight", "distillation_alpha", "teacher_update_rate", "teacher_mix"):
-            if not isinstance(getattr(self, name), (int, float)) or not 0.0 <= getattr(self, name) <= 1.0:
+            if not _is_number(getattr(self, name)) or not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"`{name}` must be in [0, 1], got {getattr(self, name)!r}.")
         for name in ("distillation_topk", "teacher_sync_steps", "max_reprompt_len"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            absent = value is None and name != "max_reprompt_len"
+            if not absent and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"`{name}` must be at least 1 and whole, got {value!r}.")
-        if self.distillation_is_clip is not None and not self.distillation_is_clip > 0:
-            raise ValueError(
-                f"`distillation_is_clip` must be positive, got {self.distillation_is_clip}. `None` does not cut."
-            )
+        clip = self.distillation_is_clip
+        if clip is not None and not (_is_number(clip) and clip > 0):
+            raise ValueError(f"`distillation_is_clip` must be positive, got {clip!r}. `None` does not cut.")
         for name in ("diagnostics_warning_interval", "diagnostics_flat_tolerance"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must not be negative, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if not _is_number(value) or not value >= 0:
+                raise ValueError(f"`{name}` must be a number and must not be negative, got {value!r}.")
+        if self.diagnostics_warning_interval % 1 != 0:
+            raise ValueError(f"`diagnostics_warning_interval` must be whole, got {self.diagnostics_warning_interval}.")
+        if self.max_completion_length is None and (self.distillation_weight > 0 or self.max_turn_length is not None):
+            raise ValueError(
+                "`max_completion_length` must be a number: the teacher's prompt has to leave room for the answer."
+            )
+        threshold = self.success_reward_threshold
+        if not _is_number(threshold) or threshold != threshold:
+            raise ValueError(f"`success_reward_threshold` must be a number, got {threshold!r}.")
         for name, allowed in (
             ("distillation_mode", ("full_logits", "topk_logits", "sampled_token")),
             ("distillation_impl", ("fused", "reference")),

@@ -146,7 +146,11 @@ def coarse_divergence(
 
 
 def token_divergence(
-    student_log_probs: torch.Tensor, teacher_log_probs: torch.Tensor, token_ids: torch.Tensor, spec: DivergenceSpec
+    student_log_probs: torch.Tensor,
+    teacher_log_probs: torch.Tensor,
+    token_ids: torch.Tensor,
+    spec: DivergenceSpec,
+    support: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     One value per scored token, differentiable through the student.
@@ -156,6 +160,8 @@ def token_divergence(
         teacher_log_probs (`torch.Tensor`): Shape `(n, V)`, without gradient.
         token_ids (`torch.Tensor`): int64 of shape `(n,)`: the sampled tokens, used by `"sampled_token"` alone.
         spec ([`DivergenceSpec`]): Mode and coefficients.
+        support (`torch.Tensor`, *optional*): int64 of shape `(n, K)`: the items of `"topk_logits"`, instead of the
+            student's likeliest.
 
     Returns:
         `torch.Tensor`: shape `(n,)`. With `"sampled_token"`, `(log p_S - log p_T).detach() * log p_S` of the sampled
@@ -166,7 +172,8 @@ def token_divergence(
         teacher = teacher_log_probs.gather(-1, token_ids[:, None]).squeeze(-1)
         return (student - bounded_teacher(student, teacher, spec)).detach() * student
     if spec.mode == "topk_logits" and spec.topk < student_log_probs.size(-1):
-        support = student_log_probs.detach().topk(spec.topk, dim=-1).indices  # (n, K)
+        if support is None:
+            support = student_log_probs.detach().topk(spec.topk, dim=-1).indices  # (n, K)
         both = (student_log_probs, teacher_log_probs)
         rests = tuple(_rest(log_probs, support) for log_probs in both) if spec.add_tail else None
         return coarse_divergence(*(log_probs.gather(-1, support) for log_probs in both), spec, rests)

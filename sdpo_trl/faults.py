@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
@@ -93,13 +93,30 @@ def shown_prompts(prompts: list[Any]) -> str:
     """Each prompt once, one a line, cut to a readable length; of a conversation its last turn."""
     lines = {}
     for prompt in prompts:
-        text = prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+        text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
         lines[text if len(text) <= _LONGEST_PROMPT else f"{text[:_LONGEST_PROMPT]}..."] = None
     return "\n".join(f"- {line}" for line in lines)
 
 
+def check_numbers(result: Any) -> str | None:
+    """What is wrong with a reward function's result, `None` if each reward is a number or `None`."""
+    if isinstance(result, str) or not isinstance(result, Iterable):
+        return f"gave {_named(result)} instead of a list with a number or `None` per answer"
+    # Of an array or a tensor the type decides, and TRL counts.
+    wrong = [x for x in result if isinstance(x, (str, bytes, list, tuple, dict))] if isinstance(result, list) else []
+    return f"gave a list with {_named(wrong[0])} in it; each reward must be a number or `None`" if wrong else None
+
+
+def _named(value: Any) -> str:
+    return "`None`" if value is None else f"a {type(value).__name__} ({value!r:.40})"
+
+
 def guarded(
-    func: Callable[..., Any], name: str, timeout: float | None, advice: Callable[[], str]
+    func: Callable[..., Any],
+    name: str,
+    timeout: float | None,
+    advice: Callable[[], str],
+    check: Callable[[Any], str | None] | None = None,
 ) -> Callable[..., Any]:
     """
     The same function; if it fails or takes too long, a [`RewardError`] names it and the prompts it was given.
@@ -109,7 +126,14 @@ def guarded(
         name (`str`): What it is called in the error.
         timeout (`float`, *optional*): As `reward_timeout`.
         advice (`Callable`): Says how to go on after the failure.
+        check (`Callable`, *optional*): Says what is wrong with a result, `None` if nothing is.
     """
+
+    def checked(result: Any, prompts: list[Any]) -> Any:
+        wrong = None if check is None else check(result)
+        if wrong is not None:
+            raise failure(wrong, prompts)
+        return result
 
     def failure(what: str, prompts: list[Any]) -> RewardError:
         return RewardError(
@@ -127,9 +151,10 @@ def guarded(
             task.cancel()  # not waited for: it could refuse
             raise late(prompts, "it was cancelled")
         try:
-            return task.result()
+            outcome = task.result()
         except Exception as error:  # whatever a user's function raises
             raise failure(f"failed with {type(error).__name__}: {error}", prompts) from error
+        return checked(outcome, prompts)
 
     async def guard_async(*args: Any, **kwargs: Any) -> Any:
         return await awaited(func(*args, **kwargs), args[0] if args else kwargs["prompts"])
@@ -143,7 +168,7 @@ def guarded(
             raise late(prompts, "its thread was abandoned, since Python cannot stop one") from error
         except Exception as error:  # whatever a user's function raises
             raise failure(f"failed with {type(error).__name__}: {error}", prompts) from error
-        return awaited(result, prompts) if inspect.iscoroutine(result) else result
+        return awaited(result, prompts) if inspect.iscoroutine(result) else checked(result, prompts)
 
     return guard_async if is_async_callable(func) else guard
 

@@ -1,12 +1,14 @@
 """Which feedback an attempt is given.
 
 Knows: the selection rule over a global batch, and what a valid feedback text is. Deliberately does not know: models,
-tokenizers, trainers, prompts. Imports torch only.
+tokenizers, trainers. Imports torch only.
 """
 
 from collections.abc import Sequence
 
 import torch
+
+from .reprompt import well_formed
 
 
 def _check_vector(name: str, value: object, dtype: torch.dtype, like: torch.Tensor | None = None) -> None:
@@ -102,12 +104,13 @@ def _turn_texts(value: Sequence[object], row: int, source: str) -> tuple[TurnTex
             raise ValueError(
                 f"{source} gave the turn {pair[0]!r} for rollout {row}; turns are whole numbers, the first one is 0."
             )
-    return tuple((turn, text) for turn, text in value if text.strip()) or None
+    return tuple((turn, well_formed(text)) for turn, text in value if text.strip()) or None
 
 
 def check_texts(texts: object, count: int, source: str, *, turns: bool = False) -> list[Feedback]:
     """
-    Return `texts` as a list with one `str | None` per rollout, blank texts turned into `None`.
+    Return `texts` as a list with one `str | None` per rollout, blank texts turned into `None` (see [`well_formed`] for
+    odd ones).
 
     Args:
         texts (`object`): What a feedback source gave.
@@ -136,7 +139,7 @@ def check_texts(texts: object, count: int, source: str, *, turns: bool = False) 
                 f"{source} gave a {type(text).__name__} as the text of rollout {row}; it must be a `str` or `None`."
             )
         else:
-            checked.append(text if text is not None and text.strip() else None)
+            checked.append(well_formed(text) if text is not None and text.strip() else None)
     return checked
 
 

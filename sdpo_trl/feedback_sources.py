@@ -79,7 +79,7 @@ def function_texts(
     if taken:
         raise ValueError(f"The dataset column `{taken[0]}` collides with an argument of `feedback_func`. Rename it.")
     texts = func(prompts, completions, rewards, **columns)
-    if asyncio.iscoroutine(texts):
+    if inspect.iscoroutine(texts):  # asyncio's own check takes generators for coroutines
         texts = asyncio.run_coroutine_threadsafe(texts, event_loop()).result()
     return check_texts(texts, len(prompts), "`feedback_func`", turns=True)
 

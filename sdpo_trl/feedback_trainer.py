@@ -29,6 +29,7 @@ from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
 from .turns import keep_reached, span_mask, turn_index
 
@@ -48,7 +49,7 @@ class FeedbackTrainer(AgentTrainer):
     _prompt_builder: TeacherPromptBuilder
     _turn_hints: TurnHintWriter
     _teacher: Teacher
-    _teacher_pass: TeacherPass
+    _teacher_pass: TeacherPass | ServerPass
     _sums: MetricSums
     _gate: SnapshotGate | None
     _buffer: SuccessBuffer | None
@@ -92,6 +93,11 @@ class FeedbackTrainer(AgentTrainer):
         known = inputs["completion_ids"] < self._known_tokens
         active = self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
         return active & inputs["in_span"] if "in_span" in inputs else active
+
+    def _active_counts(self, active: torch.Tensor) -> torch.Tensor:
+        """What the loss is divided by: tokens and rows that are distilled, `(B, T)` -> int64 `(2,)`; a collective."""
+        counts = torch.stack([active.sum(), active.any(dim=1).sum()])
+        return self.accelerator.reduce(counts, reduction="sum")
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
@@ -159,7 +165,13 @@ class FeedbackTrainer(AgentTrainer):
     @property
     def _watchers(self) -> list[RolloutWatcher]:
         """Who looks on: in training alone."""
-        return [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
+        watchers = [x for x in self.callback_handler.callbacks if self._trains and isinstance(x, RolloutWatcher)]
+        if watchers and self.args.use_teacher_server:
+            raise ValueError(
+                f"`{type(watchers[0]).__name__}` shows the teacher's whole distribution, of which the server tells a "
+                "few items (`use_teacher_server=True`). Drop one of them."
+            )
+        return watchers
 
     def _local_rows(self, count: int) -> slice:
         start = self.accelerator.process_index * count
@@ -191,7 +203,7 @@ class FeedbackTrainer(AgentTrainer):
         everyones = gather_object(texts)
         seed = args.seed + self.state.global_step
         rich = torch.tensor(rollouts.rich, device=self.accelerator.device)
-        return rollout_rules.route(
+        routing = rollout_rules.route(
             rollouts,
             success,
             everyones,
@@ -202,6 +214,26 @@ class FeedbackTrainer(AgentTrainer):
             remembered=self._remember(everyones),
             order=rollout_rules.demonstration_order(args.demonstration_choice, everyones, seed),
         )
+        chosen = self.choose_hints(list(routing.hints), rollouts, success[local].tolist())
+        return rollout_rules.rerouted(routing, chosen, rollouts, success, local, self._group_size)
+
+    def choose_hints(self, hints: list[Hint | None], rollouts: Rollouts, success: list[bool]) -> list[Hint | None]:
+        """
+        What the teacher of each rollout is told: a method to override for a rule of your own.
+
+        Called once per rollout batch, in training and in evaluation, on every process with its own rows; not with
+        `teacher_context="none"`. The gates (`distillation_routing`, `prompt_weighting`) come after it.
+
+        Args:
+            hints (`list[Hint | None]`): By the options' rule ([`select_feedback`]), `B` of them; `None`: nothing to
+                tell.
+            rollouts ([`Rollouts`]): Prompts, completions, feedback texts and rewards.
+            success (`list[bool]`): Whether each of the `B` rollouts passed.
+
+        Returns:
+            `list[Hint | None]`: `B` of them. A rollout with `None` (or a hint without a text) is not distilled.
+        """
+        return hints
 
     def _remember(self, everyones: list[str | None]) -> list[str | None] | None:
         """Earlier successes at the local questions; this batch's are then kept for later ones."""
@@ -262,13 +294,12 @@ class FeedbackTrainer(AgentTrainer):
         if self.args.distillation_span != "all":
             weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
         active = self._active({**output, **weights, "feedback_available": available})  # (B, T)
-        counts = torch.stack([active.sum(), active.any(dim=1).sum()])
-        counts = self.accelerator.reduce(counts, reduction="sum")
+        counts = self._active_counts(active)
         metrics = self._metrics[self._mode]
         truncated = metrics["completions/clipped_ratio"][-1]
         stats = {
             **routing.stats,
-            "distilled_share": float(available.sum()),
+            "distilled_share": float(active.any(dim=1).sum()),
             "shortened_share": float(len(built.shortened | cut)),
         }
         total = self._sums.add_batch(self._mode, stats, truncated, metrics["completions/mean_length"][-1])

@@ -3,13 +3,16 @@
 Knows: folders, cards, stores. Deliberately does not know: losses, prompts.
 """
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers.trainer
 from accelerate.utils import is_peft_model
 from huggingface_hub import ModelCard
 from trl import GRPOTrainer
@@ -21,6 +24,9 @@ from .sampling_order import ResumableOrder
 from .store import WeightStore
 
 logger = logging.getLogger(__name__)
+
+# Of an output folder, what is of the run and not of the model.
+_RECORDS = ("completions/*", "heatmaps/*", "training_args.bin")
 
 
 @contextmanager
@@ -73,16 +79,38 @@ class FilesTrainer(GRPOTrainer):
                 elif name != "health":
                     logger.warning(f"SDPO: the checkpoint {checkpoint} knows no {name}, so it starts anew.")
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """PEFT brings an adapter back in float32; one on a quantized base trains in bfloat16, as TRL made it."""
+        kept = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, p in self.model.named_parameters():
+            if p.dtype != kept.get(name, p.dtype):
+                p.data = p.data.to(kept[name])
+
     def _get_train_sampler(self, dataset=None):
         return ResumableOrder(super()._get_train_sampler(dataset))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         target = Path(output_dir or self.args.output_dir)
-        # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none.
+        with self._trained_adapters_alone(), nullcontext() if _internal_call else self._exporting():
+            super().save_model(output_dir, _internal_call)
+        # TRL writes a card with a checkpoint or a push alone; PEFT fills an empty one in wherever there is none, and
+        # names a base model that is a folder by its path, which the Hub refuses.
         with attribute(self.args, "output_dir", str(target)):
             self.create_model_card(model_name=(self.args.hub_model_id or target.name).split("/")[-1])
-        with nullcontext() if _internal_call else self._exporting():
-            super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _trained_adapters_alone(self) -> Iterator[None]:
+        """Within, PEFT saves of several adapters those that train; it would write the others beside them."""
+        if not is_peft_model(self.model) or len(self.model.peft_config) == 1:
+            yield
+            return
+        save = partial(self.model.save_pretrained, selected_adapters=list(self.model.active_adapters))
+        self.model.save_pretrained = save
+        try:
+            yield
+        finally:
+            del self.model.save_pretrained
 
     def push_to_hub(
         self,
@@ -93,8 +121,31 @@ class FilesTrainer(GRPOTrainer):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        with self._exporting():
+        with self._exporting(), self._pushing():
             return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        with self._pushing():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _pushing(self) -> Iterator[None]:
+        """
+        Within, what `Trainer` uploads of its output folder leaves the run's own records at home.
+
+        Rollouts may be private; `log_completions_hub_repo` is how to share them. The settings are in the card.
+        """
+        api = transformers.trainer.hf_api()
+        narrowed = copy.copy(api)
+
+        def upload_folder(*, folder_path: Any, ignore_patterns: Any = (), **kwargs: Any) -> Any:
+            if Path(folder_path) == Path(self.args.output_dir):
+                ignore_patterns = [*ignore_patterns, *_RECORDS]
+            return api.upload_folder(folder_path=folder_path, ignore_patterns=ignore_patterns, **kwargs)
+
+        narrowed.upload_folder = upload_folder
+        with attribute(transformers.trainer, "hf_api", lambda: narrowed):
+            yield
 
     @contextmanager
     def _exporting(self) -> Iterator[None]:
@@ -110,6 +161,7 @@ class FilesTrainer(GRPOTrainer):
     ) -> None:
         adapter = is_peft_model(self.model)
         tags = [tags] if isinstance(tags, str) else list(tags or ())
+        model_name = model_name or Path(self.args.output_dir).absolute().name  # "." has no name
         super().create_model_card(model_name, dataset_name, [*tags, *(["peft"] if adapter else [])])
         if not self.is_world_process_zero():
             return

@@ -23,6 +23,7 @@ from .divergence import (
     weight_scale,
 )
 from .heads import MixedHead, TokenHead
+from .served_head import ServedHead
 
 # Bytes of one (chunk, V) buffer: small beside the model, large enough to fill a GPU or to read the weights seldom.
 _BUFFER_BYTES = {"cpu": 40 << 20}
@@ -49,7 +50,7 @@ class FusedPlan:
 
     Args:
         student ([`TokenHead`]): Without a graph.
-        teacher ([`TokenHead`] or [`MixedHead`], *optional*): `None` scores the policy term alone.
+        teacher ([`TokenHead`], [`MixedHead`] or [`ServedHead`], *optional*): `None` scores the policy term alone.
         chunk (`int`): Tokens per chunk.
         gradient (`bool`): Whether the loss will be differentiated.
         weight_gradient (`bool`): Whether the student's output matrix trains.
@@ -57,7 +58,7 @@ class FusedPlan:
     """
 
     student: TokenHead
-    teacher: "TokenHead | MixedHead | None"
+    teacher: "TokenHead | MixedHead | ServedHead | None"
     token_ids: torch.Tensor
     spec: DivergenceSpec
     coefficients: torch.Tensor | None
@@ -175,10 +176,9 @@ def _gradient_scale(spec: DivergenceSpec, vocab_size: int) -> float:
 
 
 def _coarse_divergence_(
-    s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, q: torch.Tensor, spec: DivergenceSpec
+    s: torch.Tensor, t: torch.Tensor, p: torch.Tensor, q: torch.Tensor, spec: DivergenceSpec, support: torch.Tensor
 ) -> torch.Tensor:
-    """As `_full_divergence_`, over the student's top-k; the small part is differentiated by autograd."""
-    support = s.topk(spec.topk, dim=-1).indices  # (r, K)
+    """As `_full_divergence_`, over a support `(r, K)`; the small part is differentiated by autograd."""
     own = p.gather(-1, support)
     masses = [x.scatter_(-1, support, 0.0).sum(-1, keepdim=True) for x in (p, q)]  # of all other items, (r, 1)
     with torch.enable_grad():
@@ -233,7 +233,9 @@ def _score_block(plan: FusedPlan, buffers: _Buffers, rows: slice, tokens: slice)
         value = gap * own
         torch.mul(p, -gap, out=s).scatter_add_(-1, ids, gap)
     elif spec.mode == "topk_logits" and spec.topk < shared:
-        value = _coarse_divergence_(s, t, p, q, spec)
+        served = isinstance(plan.teacher, ServedHead)
+        support = plan.teacher.support[tokens] if served else s.topk(spec.topk, dim=-1).indices  # (r, K)
+        value = _coarse_divergence_(s, t, p, q, spec, support)
     else:
         m = buffers.m[:size, :shared]
         if spec.bounds_teacher:

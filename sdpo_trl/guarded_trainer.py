@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from torch import nn
 
 from .checkpoints import damage, last_complete, set_aside
-from .faults import RewardError, guarded, shown_prompts, writing
+from .faults import RewardError, check_numbers, guarded, shown_prompts, writing
 from .files import FilesTrainer, attribute
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class GuardedTrainer(FilesTrainer):
     # Checkpoints
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        self._check_size()
         if isinstance(resume_from_checkpoint, bool) and resume_from_checkpoint:
             resume_from_checkpoint = self._whole_checkpoint()
         elif resume_from_checkpoint and Path(resume_from_checkpoint).is_dir():
@@ -54,6 +56,19 @@ class GuardedTrainer(FilesTrainer):
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self._upload_tables()
+
+    def _check_size(self) -> None:
+        """TRL leaves out a rollout batch that is not full; without a full one, a run would end at once."""
+        needed = self.args.generation_batch_size // self.num_generations
+        rows = len(self.train_dataset) if isinstance(self.train_dataset, Dataset) else needed
+        if rows < needed:
+            raise ValueError(
+                f"The training set has {rows} rows, and one rollout batch needs {needed} different prompts "
+                f"(`generation_batch_size={self.args.generation_batch_size}` answers, `num_generations="
+                f"{self.num_generations}` to each), so not one step could be made. Add rows, raise `num_generations`, "
+                "or lower `generation_batch_size` (or what it follows from: `per_device_train_batch_size`, "
+                "`steps_per_generation`, processes)."
+            )
 
     def _upload_tables(self) -> None:
         """
@@ -102,16 +117,19 @@ class GuardedTrainer(FilesTrainer):
 
     # Rewards
 
-    def _guard(self, func: Any, name: str) -> Any:
-        """The function with a time limit and errors that name its prompts; a reward model as it is."""
+    def _guard(self, func: Any, name: str, rewards: bool = False) -> Any:
+        """
+        The function with a time limit and errors that name its prompts, also for what is no list of `rewards`; a
+        reward model as it is.
+        """
         if isinstance(func, nn.Module):
             return func
         limit = None if getattr(func, "limits_itself", False) else self.args.reward_timeout
-        return guarded(func, name, limit, self._how_to_go_on)
+        return guarded(func, name, limit, self._how_to_go_on, check_numbers if rewards else None)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)
-        functions = [self._guard(func, f"The reward function `{name}`") for func, name in named]
+        functions = [self._guard(func, f"The reward function `{name}`", rewards=True) for func, name in named]
         with attribute(self, "reward_funcs", functions):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._check_rewards(rewards, prompts)

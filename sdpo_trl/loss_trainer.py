@@ -39,7 +39,7 @@ class LossTrainer(FeedbackTrainer):
             return super()._compute_loss(model, inputs)
         inputs = self._needed(inputs)
         active = self._active(inputs)  # (B, T)
-        teacher = self._teacher_pass.head(inputs, active)
+        teacher = self._teacher_head(inputs, active)
         policy = self._policy_inputs(inputs)
         spec = self._divergence_now()
         scored: list[TokenScores] = []
@@ -69,6 +69,10 @@ class LossTrainer(FeedbackTrainer):
         if self._scales_advantages:
             return policy_loss
         return policy_loss + self._weight() * self._gain(scored[0], spec) * outputs[0]["loss"]
+
+    def _teacher_head(self, inputs: dict[str, Any], active: torch.Tensor) -> "TokenHead | MixedHead":
+        """The teacher's head over the active tokens."""
+        return self._teacher_pass.head(inputs, active)
 
     def _around_student(self, model: torch.nn.Module, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """What surrounds the student's forward over one micro-batch, after the teacher's: here nothing."""

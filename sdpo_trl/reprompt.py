@@ -72,6 +72,12 @@ class Hint:
         """Whether the teacher's prompt says anything that the student's does not."""
         return self.solution is not None or self.feedback is not None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no text at all."""
+        texts = (self.solution, self.feedback, *(text for _, text in self.turns))
+        return not any(text and text.strip() for text in texts)
+
 
 def hint_of(solution: str | None, feedback: str | None, turns: Sequence[tuple[int, str]]) -> Hint:
     """A hint from a demonstration, a text about the answer, and texts per turn; the first turn's go to the prompt."""
@@ -102,6 +108,20 @@ def reprompt_text(question: str, hint: Hint, templates: Templates) -> str:
     return fill(templates.reprompt, prompt=question, solution=solution, feedback=feedback)
 
 
+def well_formed(value: Any) -> Any:
+    """
+    A text, or the texts in a structure, with halves of surrogate pairs written out (`\\ud800`).
+
+    Python's strings can hold them: a program's output read with `surrogateescape`, `"\\ud800"` in JSON that a model
+    wrote. No tokenizer and no file takes them.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {well_formed(key): well_formed(item) for key, item in value.items()}
+    return [well_formed(item) for item in value] if isinstance(value, list) else value
+
+
 def _is_text(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "text"
 
@@ -115,7 +135,7 @@ def message_text(content: Any) -> str:
     return "".join(block["text"] for block in content if _is_text(block))
 
 
-def _replace_text(content: Any, text: str) -> Any:
+def replace_text(content: Any, text: str) -> Any:
     """`content` with `text` where its first text block was; blocks that are not text (images) stay in place."""
     if content is None or isinstance(content, str):
         return text
@@ -161,7 +181,7 @@ def teacher_prompt(prompt: Prompt, hint: Hint, templates: Templates, placement: 
     if placement == "append" or last["role"] != "user":
         return [*prompt, {"role": "user", "content": reprompt_text("", hint, templates)}]
     text = reprompt_text(message_text(last["content"]), hint, templates)
-    return [*prompt[:-1], {**last, "content": _replace_text(last["content"], text)}]
+    return [*prompt[:-1], {**last, "content": replace_text(last["content"], text)}]
 
 
 def strip_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = ("<think>", "</think>")) -> str | None:
@@ -182,7 +202,12 @@ def strip_thinking(text: str, *, opened: bool = False, tags: tuple[str, str] = (
     opening, closing = tags
     if opened:
         text = opening + text
-    text = re.sub(f"{re.escape(opening)}.*?{re.escape(closing)}", "", text, flags=re.DOTALL)
+    kept, place = [], 0
+    # Piece by piece: a pattern would look for the end anew at each of many openings that never close.
+    while (start := text.find(opening, place)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        kept.append(text[place:start])
+        place = end + len(closing)
+    text = "".join([*kept, text[place:]])
     if closing in text:
         text = text.rpartition(closing)[2]
     if opening in text:

@@ -215,6 +215,39 @@ def route_without_feedback(rollouts: Rollouts, all_success: torch.Tensor, local:
     return Routing(hints, _stats(rollouts, hints, all_success, local, group_size))
 
 
+def rerouted(
+    routing: Routing,
+    chosen: Sequence[Hint | None],
+    rollouts: Rollouts,
+    all_success: torch.Tensor,
+    local: slice,
+    group_size: int,
+) -> Routing:
+    """
+    The routing with the hints that a subclass chose instead, and their metrics.
+
+    Raises:
+        `TypeError`, `ValueError`: they are not one [`Hint`] or `None` per local row.
+    """
+    source = "`choose_hints`"
+    if not isinstance(chosen, Sequence) or isinstance(chosen, str):
+        raise TypeError(f"{source} must return a list with one `Hint` or `None` per rollout, got {chosen!r:.80}.")
+    if len(chosen) != len(routing.hints):
+        raise ValueError(f"{source} must return one `Hint` or `None` per rollout: {len(routing.hints)} were sampled, "
+                         f"{len(chosen)} returned.")  # fmt: skip
+    for row, hint in enumerate(chosen):
+        if hint is not None and not isinstance(hint, Hint):
+            raise TypeError(
+                f"{source} returned {hint!r:.80} for rollout {row}. Return a `sdpo_trl.reprompt.Hint`, say "
+                "`Hint(feedback=text)`, or `None`."
+            )
+    hints = [None if hint is None or hint.is_empty else hint for hint in chosen]
+    if hints == routing.hints:
+        return routing
+    recalled = {"remembered_share": routing.stats["remembered_share"]}
+    return Routing(hints, {**_stats(rollouts, hints, all_success, local, group_size), **recalled})
+
+
 def _stats(
     rollouts: Rollouts, hints: list[Hint | None], all_success: torch.Tensor, local: slice, group_size: int
 ) -> dict[str, float]:

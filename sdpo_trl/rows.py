@@ -31,13 +31,15 @@ def without_missing(value: Any) -> Any:
 def _json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not valid JSON ({error}): {text[:200]!r}.") from error
 
 
 def _call(call: Any) -> dict[str, Any]:
     """A tool call with its arguments as an object, which is how chat templates want them."""
-    function = call.get("function", call)
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"A tool call in a row must be an object with a `name` and `arguments`, got {call!r:.200}.")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _json(arguments, "The arguments of a tool call in a row") if arguments.strip() else {}
@@ -51,9 +53,13 @@ def message(turn: Message) -> Message:
     Raises:
         `ValueError`: the turn has no role, or holds a tool call that cannot be read.
     """
+    if not isinstance(turn, dict):
+        raise ValueError(
+            f"A turn must be an object with `role` and `content`, or `from` and `value`; got {turn!r:.200}."
+        )
     turn = without_missing(turn)
     role = turn.pop("role", None) or turn.pop("from", None)
-    if role is None:
+    if not isinstance(role, str):
         raise ValueError(f"A turn needs `role` and `content`, or `from` and `value`; got the keys {sorted(turn)}.")
     content = turn.pop("content", None)
     content = turn.pop("value", "") if content is None else content
@@ -62,8 +68,10 @@ def message(turn: Message) -> Message:
         calls = calls if isinstance(calls, list) else [calls]
         return {"role": "assistant", "content": "", "tool_calls": [_call(call) for call in calls]}
     turn = {"role": _ROLES.get(role, role), "content": content, **turn}
+    calls = turn.get("tool_calls", [])
+    calls = _json(calls, "The `tool_calls` of a turn") if isinstance(calls, str) and calls.strip() else calls or []
     if "tool_calls" in turn:
-        turn["tool_calls"] = [_call(call) for call in turn["tool_calls"]]
+        turn["tool_calls"] = [_call(call) for call in (calls if isinstance(calls, list) else [calls])]
     return turn
 
 
@@ -76,7 +84,7 @@ def _schema(tool: Any) -> "Schema | str":
         raise ValueError(f"A tool is declared by its JSON schema, or by its name; got {type(tool).__name__}.")
     tool = without_missing(tool)
     tool = tool if "function" in tool else {"type": "function", "function": tool}
-    if not isinstance(tool["function"].get("name"), str):
+    if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
         raise ValueError(f"A tool's schema has no `name`: {tool}.")
     return tool
 
@@ -96,10 +104,10 @@ def declared_tools(tools: Any) -> "list[Schema | str] | None":
     Raises:
         `ValueError`: it is none of these.
     """
-    if tools is None:
-        return None
     if isinstance(tools, str):
         tools = _json(tools, "The `tools` of a row") if tools.strip() else []
+    if tools is None:  # as JSON's `null`, too
+        return None
     if isinstance(tools, dict):
         tools = [tools]
     if isinstance(tools, str) or not isinstance(tools, Sequence):
@@ -130,7 +138,10 @@ def prompt_row(row: dict[str, Any]) -> dict[str, Any]:
         source = next((name for name in ("messages", "conversations") if row.get(name)), None)
         if source is None:
             return row
-        turns = [message(turn) for turn in row[source]]
+        turns = _json(row[source], f"The `{source}` of a row") if isinstance(row[source], str) else row[source]
+        if not isinstance(turns, (list, tuple)):
+            raise ValueError(f"The `{source}` of a row must be a list of turns, got a {type(turns).__name__}.")
+        turns = [message(turn) for turn in turns]
         while turns and turns[-1]["role"] == "assistant":
             turns.pop()
         if not turns:
@@ -138,6 +149,8 @@ def prompt_row(row: dict[str, Any]) -> dict[str, Any]:
     tools = row.get("tools")
     # Only a list of messages whose first is a system turn can hold schemas.
     first = turns[0] if isinstance(turns, list) and turns else {}
+    if not isinstance(first, dict):
+        raise ValueError(f"A prompt is a text or a list of messages, got a list that begins with {first!r:.200}.")
     if first.get("role") == "system" and "tools" in first:
         tools = first["tools"] if tools is None else tools
         turns = [{key: value for key, value in first.items() if key != "tools"}, *turns[1:]]

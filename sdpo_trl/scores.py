@@ -20,6 +20,7 @@ from .divergence import (
 )
 from .fused import FusedPlan, FusedScores, chunk_length
 from .heads import MixedHead, TokenHead
+from .served_head import ServedHead
 
 Implementation = Literal["fused", "reference"]
 
@@ -86,7 +87,7 @@ class TokenScores:
 
 def score_tokens(
     student: TokenHead,
-    teacher: "TokenHead | MixedHead | None",
+    teacher: "TokenHead | MixedHead | ServedHead | None",
     request: ScoreRequest,
     implementation: Implementation = "fused",
 ) -> TokenScores:
@@ -98,7 +99,8 @@ def score_tokens(
 
     Args:
         student ([`TokenHead`]): Receives the gradient.
-        teacher ([`TokenHead`] or [`MixedHead`], *optional*): Receives none. `None` scores the policy term alone.
+        teacher ([`TokenHead`], [`MixedHead`] or [`ServedHead`], *optional*): Receives none. `None` scores the policy
+            term alone.
         request ([`ScoreRequest`]): What is asked.
         implementation (`str`): `"fused"` (memory that does not grow with `n`) or `"reference"` (full logits, plain
             autograd); equal up to rounding.
@@ -170,7 +172,7 @@ def head_entropy(head: TokenHead, vocab_size: int) -> torch.Tensor:
 
 
 def reference_scores(
-    student: TokenHead, teacher: "TokenHead | MixedHead | None", request: ScoreRequest
+    student: TokenHead, teacher: "TokenHead | MixedHead | ServedHead | None", request: ScoreRequest
 ) -> TokenScores:
     """The plain truth that the fused loop is tested against: full logits of both models, `(n, V)`, and autograd."""
     log_probs = safe_log_softmax(student.logits(student.vocab_size))  # (n, V)
@@ -188,7 +190,8 @@ def reference_scores(
     with torch.no_grad():
         teacher_log_probs = safe_log_softmax(teacher.logits(shared))  # (n, shared)
     compared = log_probs if shared == student.vocab_size else safe_log_softmax(log_probs[:, :shared])
-    per_token = token_divergence(compared, teacher_log_probs, request.token_ids, request.spec)
+    support = teacher.support if isinstance(teacher, ServedHead) else None
+    per_token = token_divergence(compared, teacher_log_probs, request.token_ids, request.spec, support)
     teacher_log_prob = teacher_log_probs.gather(-1, picked).squeeze(-1)
     teacher_entropy = entropy(teacher_log_probs)
     ratio, clipped = importance_ratio(log_prob, request.old_log_probs, request.ratio_clip, request.ratio_floor)

@@ -31,6 +31,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def keep_gradients(model: nn.Module) -> None:
+    """
+    On some CPUs bitsandbytes lays 4-bit weights out anew in the first forward in evaluation mode, which a teacher's
+    pass is, and from then on no gradient passes through them. Here it is told that this CPU is not of that kind.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 class Teacher:
     """
     A model as it is now: the student (`live`), or an external model; and what all kinds share.

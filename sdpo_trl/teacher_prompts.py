@@ -3,21 +3,27 @@
 Knows: the trainer's tokenizer and its `_tokenize_prompts`, the budget. Deliberately does not know: selection, losses.
 """
 
+import inspect
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
 from jinja2.exceptions import TemplateError
-from trl.data_utils import is_conversational
+from trl.data_utils import is_conversational, prepare_multimodal_messages
 from trl.trainer.utils import pad
 
 from .batches import position_limit
-from .reprompt import Hint, Prompt, shorten, teacher_prompt
+from .reprompt import Hint, Message, Prompt, shorten, teacher_prompt
+from .rows import declared_tools, prompt_row
+from .template_check import Render, check_templates, unknown_switches
 
 logger = logging.getLogger(__name__)
 
 _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
+_COLUMNS = ("prompt", "messages", "conversations", "tools")
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,7 @@ class TeacherPromptBuilder:
             positions = min(positions or teacher_positions, teacher_positions)
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
-        self._header_checked = False
+        self._checked = False
 
     @property
     def budget(self) -> int:
@@ -80,6 +86,8 @@ class TeacherPromptBuilder:
         """
         images = "pixel_values" in output
         changed = [i for i, hint in enumerate(hints) if hint is not None and hint.changes_prompt]
+        if changed and not self._checked:
+            self.check(prompts[changed[0]], self._tools_of(changed[0]))
         wanted = list(range(len(prompts))) if images else changed
         ids: list[list[int]] = [[self._tokenizer.pad_token_id]] * len(prompts)
         for i, hint in enumerate(hints):
@@ -99,7 +107,6 @@ class TeacherPromptBuilder:
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
                     shortened.add(i)
-            self._check_header(prompts, changed, ids)
         tensors = {
             "teacher_prompt_ids": self._pad(ids, self._tokenizer.pad_token_id),
             "teacher_prompt_mask": self._pad([[1] * len(row) for row in ids], 0),
@@ -111,11 +118,10 @@ class TeacherPromptBuilder:
         return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
-        """Whether each prompt, ids of shape `(B, P)` padded left, ends inside a thinking block."""
+        """Whether each prompt, ids of shape `(B, P)` padded left, ends by opening a thinking block."""
         tails = self._tokenizer.batch_decode(prompt_ids[:, -16:])
-        return [
-            tail.rpartition("<think>")[1] != "" and "</think>" not in tail.rpartition("<think>")[2] for tail in tails
-        ]
+        # Words behind the tag are the user's, who speaks of it.
+        return [tail.rstrip().endswith("<think>") for tail in tails]
 
     def _write(self, prompt: Prompt, hint: Hint | None) -> Prompt:
         if hint is None or not hint.changes_prompt:
@@ -166,21 +172,81 @@ class TeacherPromptBuilder:
         ids, fields = self._tokenize([written], [row])
         return written, list(ids[0]), fields
 
-    def _check_header(self, prompts: list[Prompt], changed: list[int], ids: list[list[int]]) -> None:
-        """Warn, once, if teacher and student do not end in the same generation header."""
-        row = next(iter(changed), None)
-        if self._header_checked or row is None or not is_conversational({"prompt": prompts[row]}):
+    # The template
+
+    def check_dataset(self, dataset: Any) -> None:
+        """
+        [`check`] the first row, where it can be read without side effects; else the first batch is checked.
+
+        Args:
+            dataset (`datasets.Dataset` or `list`): The training set.
+        """
+        if isinstance(dataset, Dataset) and len(dataset) and dataset.format["type"] != "custom":
+            known = [name for name in _COLUMNS if name in dataset.column_names]
+            row = dataset.select_columns(known)[0] if known else {}
+        elif isinstance(dataset, list) and dataset and isinstance(dataset[0], dict):
+            row = {name: dataset[0][name] for name in _COLUMNS if name in dataset[0]}
+        else:
             return
-        self._header_checked = True
+        try:
+            row = prompt_row(row)
+            declared = declared_tools(row.get("tools"))
+        except ValueError:
+            return  # said with the row's number when its batch is read
+        if "prompt" in row:  # an environment may bring its own
+            self.check(row["prompt"], declared)
+
+    def check(self, prompt: Prompt, declared: "list[Any] | None" = None) -> None:
+        """
+        Check the chat template on one prompt, see [`~sdpo_trl.template_check.check_templates`].
+
+        Args:
+            prompt (`str` or `list[dict]`): A student's.
+            declared (`list`, *optional*): The tools of its row, schemas and names.
+
+        Raises:
+            [`TemplateCheckError`]: the teacher would not read what it should.
+        """
         trainer = self._trainer
-        options = {"tokenize": False, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        render = trainer.processing_class.apply_chat_template
-        with_header = render(prompts[row], add_generation_prompt=True, **options)
-        without = render(prompts[row], add_generation_prompt=False, **options)
-        header = with_header[len(without) :] if with_header.startswith(without) else ""
-        ends = self._tokenizer.decode(ids[row])
-        if header.strip() and not ends.endswith(header):
-            logger.warning(
-                "The teacher's prompt does not end in the student's generation header, so the two answer in different "
-                f"modes. Student: {header!r}. Teacher: {ends[-len(header) - 20 :]!r}."
-            )
+        template = trainer.chat_template or trainer.processing_class.chat_template
+        if not isinstance(template, str):  # none, or one of several by name, which a tokenizer chooses by itself
+            return
+        options = trainer.chat_template_kwargs
+        if unread := unknown_switches(template, self._switches(options)):
+            logger.warning(f"The chat template reads no {', '.join(unread)}, so `chat_template_kwargs` does nothing.")
+        check_templates(
+            self._renderer(options, declared),
+            prompt,
+            self._templates,
+            self._placement,
+            switches={
+                name: self._renderer({key: value for key, value in options.items() if key != name}, declared)
+                for name in self._switches(options)
+            },
+        )
+        self._checked = is_conversational({"prompt": prompt})
+
+    def _switches(self, options: dict[str, Any]) -> list[str]:
+        """Those that the template reads, not `apply_chat_template` itself."""
+        own = inspect.signature(self._trainer.processing_class.apply_chat_template).parameters
+        return [name for name in options if name not in own]
+
+    def _renderer(self, options: dict[str, Any], declared: "list[Any] | None") -> Render:
+        trainer = self._trainer
+        tools = next(iter(trainer._env_tools.values())) if trainer.environment_factories is not None else trainer.tools
+        if declared is not None:
+            by_name = {tool.__name__: tool for tool in tools}
+            tools = [by_name.get(tool) if isinstance(tool, str) else tool for tool in declared]
+
+        def render(messages: Sequence[Message], header: bool) -> str:
+            if trainer._is_vlm:
+                messages = prepare_multimodal_messages(messages)
+            return trainer.processing_class.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=header, chat_template=trainer.chat_template,
+                tools=[tool for tool in tools if tool is not None] or None, **options,
+            )  # fmt: skip
+
+        return render
+
+    def _tools_of(self, row: int) -> "list[Any] | None":
+        return None if self._trainer._batch_tools is None else self._trainer._batch_tools[row]

@@ -6,15 +6,17 @@ too. Knows: texts, messages, functions. Deliberately does not know: models, trai
 
 import functools
 import inspect
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .reprompt import Message, cut_middle
+from .reprompt import Message, cut_middle, message_text, well_formed
 
 INVALID_CALL = "invalid_tool_call"
+_DEEPEST = 64  # levels that a call's arguments may have: what follows it can then be written again
 
 
 def invalid_tool_call(error: str = "") -> None:
@@ -36,7 +38,7 @@ def nested_calls(calls: Any) -> list[dict[str, Any]]:
     Tool calls in the one form that TRL's loop reads: `{"type": ..., "function": {"name", "arguments"}}`.
 
     Raises:
-        `ValueError`: a call has no name.
+        `ValueError`: a call has no name, or its arguments are nested too deeply.
     """
     nested = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -45,8 +47,53 @@ def nested_calls(calls: Any) -> list[dict[str, Any]]:
             raise ValueError("a call must be an object with a `name` and `arguments`")
         arguments = function.get("arguments")
         arguments = {} if arguments is None else arguments
-        nested.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        if _is_deeper(arguments, _DEEPEST):
+            raise ValueError(f"the arguments of a call must not be nested more than {_DEEPEST} levels deep")
+        named = {"name": function["name"], "arguments": arguments}
+        nested.append({"type": "function", "function": well_formed(named)})
     return nested
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_is_deeper(part, levels - 1) for part in parts)
+
+
+def as_table_entry(entry: Any) -> Any:
+    """
+    A prompt or completion in a form that a table can hold beside any other: a call's arguments as the JSON text of an
+    object, and replies as text. As they are, one answer that calls a tool with a number where another one gives a
+    text, or with nothing at all, would be more than a column's type can say.
+
+    Args:
+        entry (`str` or `list[dict]`): Messages are copied, other things left as they are.
+    """
+    if not isinstance(entry, list):
+        return entry
+    shown = []
+    for message in entry:
+        message = dict(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_table_call(call) for call in message["tool_calls"]]
+        content = message.get("content")
+        if message.get("role") == "tool" and isinstance(content, list) and all(map(_is_block, content)):
+            message["content"] = "".join(
+                part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content
+            )
+        shown.append(message)
+    return shown
+
+
+def _table_call(call: Any) -> Any:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or "arguments" not in function:
+        return call
+    arguments = function["arguments"]
+    if not isinstance(arguments, str) or not arguments.lstrip().startswith("{"):
+        whole = arguments if isinstance(arguments, dict) else {"arguments": arguments}
+        arguments = well_formed(json.dumps(whole, ensure_ascii=False, default=str))
+    written = {**function, "arguments": arguments}
+    return {**call, "function": written} if function is not call else written
 
 
 class ResponseReader:
@@ -76,10 +123,10 @@ class ResponseReader:
             if parsed is not None and parsed.get("tool_calls"):
                 parsed["tool_calls"] = nested_calls(parsed["tool_calls"])
             return parsed
-        except (ValueError, TypeError) as error:  # what TRL takes for a text without calls
+        except (ValueError, TypeError, RecursionError) as error:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             if not ended or not opens_call(self._tokenizer.decode(ids), self._template):
-                raise
+                raise ValueError(str(error)) from error  # which TRL takes for a text without calls
             reason = f"The tool call could not be read ({error}). Write one JSON object."
             call = {"name": INVALID_CALL, "arguments": {"error": reason}}
             return {"role": "assistant", "content": text, "tool_calls": nested_calls([call])}
@@ -118,7 +165,8 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         async def call(**arguments: Any) -> Any:
-            result = await tool(**arguments)
+            with _no_exit():
+                result = _reply(await tool(**arguments))
             successes[name] += 1
             return result
 
@@ -126,29 +174,48 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         def call(**arguments: Any) -> Any:
-            result = tool(**arguments)
+            with _no_exit():
+                result = _reply(tool(**arguments))
             successes[name] += 1
             return result
 
     return call
 
 
+@contextmanager
+def _no_exit() -> Iterator[None]:
+    """Within, an attempt to end the process, such as that of a parser of arguments, fails as other faults do."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"the tool ended with status {error.code}") from error
+
+
+def _reply(result: Any) -> Any:
+    """What a tool gave, as TRL takes it: typed blocks (images) as they are, anything else as text."""
+    is_blocks = isinstance(result, list) and result and all(_is_block(part) for part in result)
+    return result if is_blocks else str(result)
+
+
 def _is_block(part: Any) -> bool:
-    return isinstance(part, dict) and "type" in part
+    """Whether it is a chat template's, `{"type": "text", "text": ...}`, and not the tool's own kind of object."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and kind in part and (kind != "text" or isinstance(part["text"], str))
 
 
 def settle_observation(observation: Message, limit: int | None) -> None:
     """
     Bring what a tool replied into a form that a chat template takes, in place: text, at most `limit` characters of it,
-    or a list of typed blocks (images), of which the texts are cut.
+    or a list of typed blocks of which some are no text (images), and the texts are cut.
 
     Args:
         observation (`dict`): A message of role `tool`.
         limit (`int`, *optional*): Characters; the middle is left out, the mark `...` included in the length.
     """
     content = observation["content"]
-    if isinstance(content, list) and not (content and all(_is_block(part) for part in content)):
-        content = str(content)  # a plain list is no list of blocks
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        content = message_text(content)
+    content = well_formed(content)
     if limit is not None and isinstance(content, str):
         content = cut_middle(content, limit)
     elif limit is not None:

@@ -18,18 +18,20 @@ from .external import load_external_teacher, prepare_external_teacher
 from .files import attribute
 from .heads import HeadTap
 from .health import HealthMonitor
-from .loss_trainer import LossTrainer
 from .metrics import MetricSums
+from .observed_trainer import ObservedTrainer, StepClockCallback
 from .run_state import RunningMean, SnapshotGate, SuccessBuffer
 from .shards import check_sharding, whole_shape
 from .store import WeightStore
-from .teacher import Teacher, build_teacher
+from .teacher import Teacher, build_teacher, keep_gradients
 from .teacher_pass import TeacherPass
 from .teacher_prompts import TeacherPromptBuilder
+from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
+from .weight_sync import send_merged
 
 
-class SDPOTrainer(LossTrainer):
+class SDPOTrainer(ObservedTrainer):
     """
     Trainer for Self-Distilled Policy Optimization (SDPO, arXiv 2601.20802).
 
@@ -46,7 +48,8 @@ class SDPOTrainer(LossTrainer):
       gradient, and adds `w` times the divergence of the two next-token distributions; GRPO's advantages are scaled by
       `1 - w`. With `w = 0` it is GRPO bit for bit.
 
-    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited.
+    All that GRPO can do (vLLM, tools, environments, async rewards, images, every `loss_type`) is inherited. For a rule
+    of your own about what the teacher is told, override `choose_hints`.
 
     Args:
         model (`str`, `PreTrainedModel` or `PeftModel`): As in GRPO.
@@ -118,10 +121,14 @@ class SDPOTrainer(LossTrainer):
             if not self.reward_funcs:  # no environment brought its own
                 no_reward.check_unrewarded(args)
         self._set_up_agent()
+        self._set_up_observation()
         self.add_callback(PromptOrderCallback())
         if self._distills:
             self.beta = args.beta
+            if self.use_vllm:
+                send_merged(self.vllm_generation)
             self._set_up_distillation(teacher_model)
+        self.add_callback(StepClockCallback(self._clock))
 
     def _set_up_distillation(self, teacher_model: "str | PreTrainedModel | None") -> None:
         args = self.args
@@ -142,6 +149,7 @@ class SDPOTrainer(LossTrainer):
                 f"`success_reward_func={args.success_reward_func!r}` names several reward functions. Rename one."
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        keep_gradients(base)
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()
@@ -159,13 +167,20 @@ class SDPOTrainer(LossTrainer):
         once = self._teacher.rests_within(
             batch=args.steps_per_generation * self.num_iterations, step=args.gradient_accumulation_steps
         )
-        self._teacher_pass = self._teacher_pass_type(self, self._teacher, teacher_tap, once)
-        self.add_callback(TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size))
+        self.add_callback(
+            TeacherUpdateCallback(self._teacher, self._finished_rollout_batches, self._gap_size, self._clock)
+        )
         limit = None if teacher_model is None else position_limit(teacher_tap.model.config)
         self._prompt_builder = TeacherPromptBuilder(self, limit)
+        if args.reads_feedback:
+            self._prompt_builder.check_dataset(self.train_dataset)
         self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
+        if args.use_teacher_server:
+            self._teacher_pass = ServerPass(self)
+        else:
+            self._teacher_pass = self._teacher_pass_type(self, self._teacher, teacher_tap, once)
         self._sums = MetricSums(self.accelerator, self._health)
 
         self._teacher_answers = args.evaluate_teacher and not (
@@ -245,6 +260,8 @@ class SDPOTrainer(LossTrainer):
                     means["sdpo/teacher_distance"] = self._teacher.store.distance()
                 if "grad_norm" in logs and self._used_weight > 0 and not self._scales_advantages:
                     self._sums.observe_gradient(logs["grad_norm"], means["sdpo/gap_size"])
+            if self.args.use_teacher_server:  # which tells too little to know it
+                means.pop("sdpo/teacher_entropy", None)
             if not self.reward_funcs:
                 means = {name: value for name, value in means.items() if name not in no_reward.SUCCESS_METRICS}
             if self._acts:

@@ -105,6 +105,11 @@ class TurnHintWriter:
         written: dict[int, list[int]] = {}
         shortened = False
         for turn, text in hint.turns:
+            if not 0 <= turn < len(starts):
+                raise ValueError(
+                    f"A hint of row {row} is for turn {turn}, and that rollout has turns 0 to {len(starts) - 1}. "
+                    "Return hints for turns that were sampled from `choose_hints`."
+                )
             header = self._header(row)
             place = starts[turn] - len(header)
             if place < 0 or any(sampled[place : starts[turn]]) or ids[place : starts[turn]] != header:

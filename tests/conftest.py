@@ -17,3 +17,13 @@ import torch  # noqa: E402
 def _deterministic():
     """The same random numbers in every test, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def habit(tmp_path_factory):
+    """The folder of a tiny chat model that overwrites a file where it should change a line."""
+    import online_model
+
+    folder = tmp_path_factory.mktemp("model")
+    online_model.save_model(folder / "habit", folder)
+    return folder / "habit"

@@ -119,12 +119,16 @@ def changed(folder):
 
 
 def sweep(root):
-    """Kill a run a little later each time, counted from the moment when a new checkpoint begins to be written."""
-    folder, seen = root / "sweep", []
-    for kill in range(40):
+    """
+    Kill a run a little later each time, counted from the moment when a new checkpoint begins to be written, until it
+    is whole.
+    """
+    folder, seen, tries, reached = root / "sweep", [], 0, None
+    for kill in range(80):
         before = last(folder)["last"]
         if before == "checkpoint-8":
             return seen
+        tries, reached = (tries + 1 if before == reached else 0), before
         step = int(before.split("-")[1]) if before else 0
         following = folder / f"checkpoint-{step + 2}"
         touched = changed(following)
@@ -133,7 +137,7 @@ def sweep(root):
             if os.waitpid(child, os.WNOHANG)[0]:
                 return seen
             time.sleep(0.0005)
-        time.sleep(0.003 * (kill % 10))
+        time.sleep(0.003 * tries**1.5)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         seen.append([step, last(folder)["last"], last(folder)["passed"]])

@@ -12,10 +12,12 @@ with
 - `moves`: a student that moved, and a teacher that moved exactly if it should;
 - `resumes`: the same student and teacher, bit for bit, from a checkpoint of the second step;
 - `stores`: a last checkpoint from which a single process takes the teacher as gathered;
-- `exports`: a folder that a single process loads, which holds the student as gathered, and nothing else.
+- `exports`: a folder that a single process loads, which holds the student as gathered, and nothing else;
+- `sends`: for vLLM, the student as gathered, merged, under the base model's names, without touching a parameter.
 """
 
 import argparse
+import copy
 import importlib.util
 import os
 import re
@@ -114,6 +116,7 @@ def failures(folder: Path, cell: str) -> list[str]:
     first, *others = (torch.load(path, weights_only=False) for path in sorted((folder / cell).glob("result-*.pt")))
     ddp = torch.load(folder / _ddp(cell) / "result-0.pt", weights_only=False)
     straight, resumed, truth = first["straight"], first["resumed"], ddp["straight"]
+    sent = straight["sent"]
     checks = {
         "layout": all(result[run]["as_asked"] for result in (first, *others) for run in result),
         "logs": len(straight["logs"]) >= 3 and _near_logs(straight["logs"], truth["logs"], rtol),
@@ -124,6 +127,7 @@ def failures(folder: Path, cell: str) -> list[str]:
             folder / cell / "straight" / f"checkpoint-{len(straight['logs'])}", start, straight["stores"]
         ),
         "exports": _exports(folder / cell / "export", student, variant, straight["student"]),
+        "sends": sent["untouched"] and _sends(sent["tensors"], start, straight["student"], max(rtol / 30, 1e-5)),
     }
     return [name for name, passed in checks.items() if not passed]
 
@@ -186,6 +190,18 @@ def _exports(folder: Path, student: str, variant: list[str], trained: dict[str, 
     tensors = {name for name in names if name.endswith((".safetensors", ".bin", ".pt"))}
     same = loaded.keys() == trained.keys() and all(torch.equal(loaded[name], trained[name]) for name in trained)
     return tensors == {weights, "training_args.bin"} and same
+
+
+def _sends(sent: dict, start: torch.nn.Module, student: dict[str, torch.Tensor], rtol: float) -> bool:
+    model = copy.deepcopy(start)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name in student:
+                p.copy_(student[name])
+    plain = dict((model.merge_and_unload() if isinstance(model, PeftModel) else model).named_parameters())
+    return sent.keys() == plain.keys() and all(
+        torch.allclose(sent[name].float(), value.float(), rtol=rtol, atol=rtol) for name, value in plain.items()
+    )
 
 
 def tables(results: dict[str, str]) -> str:

@@ -24,9 +24,13 @@ from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from trl.distributed import DistributedBackend  # noqa: E402
+from trl.generation.vllm_generation import VLLMGeneration  # noqa: E402
 
 from sdpo_trl.report import TokenHeatmapCallback  # noqa: E402
+from sdpo_trl.shards import rest, whole  # noqa: E402
 from sdpo_trl.store import WeightStore  # noqa: E402
+from sdpo_trl.weight_sync import send_merged  # noqa: E402
 
 BACKENDS = ("ddp", "zero2", "zero3", "fsdp2")
 STUDENTS = ("full", "lora")
@@ -208,7 +212,25 @@ def gathered(trainer):
 
     stores = {key: copies(store) for key, store in trainer._stores.items()}
     as_asked = is_as_asked(trainer, trainer.backend)
-    return {"student": copies(WeightStore(trainer.model)), "stores": stores, "as_asked": as_asked}
+    own = {key: sum(value.nbytes for value in store._values.values()) for key, store in trainer._stores.items()}
+    return {"student": copies(WeightStore(trainer.model)), "stores": stores, "bytes": own, "as_asked": as_asked}
+
+
+def sent(trainer):
+    """What vLLM would be sent, and whether every parameter, frozen ones too, is bit for bit what it was before."""
+
+    def everything():
+        rest(trainer.model)
+        return {name: whole(p, p.dtype).to("cpu", copy=True) for name, p in trainer.model.named_parameters()}
+
+    sender = object.__new__(VLLMGeneration)  # without a server
+    sender.model, sender.accelerator = trainer.model, trainer.accelerator
+    sender._dist = DistributedBackend(trainer.accelerator)
+    send_merged(sender)
+    before = everything()
+    tensors = {name: value.detach().to("cpu", copy=True) for name, value in sender._iter_named_params()}
+    after = everything()
+    return {"tensors": tensors, "untouched": all(torch.equal(after[name], value) for name, value in before.items())}
 
 
 def page_sums(path):
@@ -234,10 +256,11 @@ def train(folder, cell, resume=None):
 
 
 def run_cell(folder, cell):
-    """Three steps; the last one again from a checkpoint; the export of the first run."""
+    """Three steps; the export of that run and what vLLM would be sent; the last step again from a checkpoint."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     trainer, straight = train(folder / "straight", cell.split("-"))
     trainer.save_model(str(folder / "export"))
+    straight["sent"] = sent(trainer)
     _, resumed = train(folder / "resumed", cell.split("-"), resume=str(folder / "straight" / "checkpoint-2"))
     return {"straight": straight, "resumed": resumed}
 

@@ -10,8 +10,12 @@ import torch
 from datasets import Dataset
 from transformers import GPT2Config
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from sdpo_trl import SDPOTrainer
+from sdpo_trl.report import read_table
+from sdpo_trl.reprompt import well_formed
+from sdpo_trl.tool_calls import ResponseReader
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -284,6 +288,21 @@ def listed() -> list:
     return [1, "größer"]
 
 
+def leave() -> str:
+    """End the process."""
+    raise SystemExit(3)
+
+
+class Unreadable:
+    def __str__(self):
+        raise ValueError("it has no words")
+
+
+def unreadable() -> str:
+    """Give something without a text."""
+    return Unreadable()
+
+
 def long() -> str:
     """Give much."""
     return "0123456789" * 20 + "END"
@@ -300,14 +319,19 @@ WRONG = {
     "raises": (call("broken", a=1), "überlastet: {a}"),
     "raises later": (call("broken_later"), "too late"),
     "named as ours": (call("invalid_tool_call"), "is not a tool"),
+    "half a character": (call("add", a="\ud800"), "missing 1 required positional argument"),
+    "half a character as its name": (call("X").replace("X", r"\ud800"), r"Tool \\ud800 not found."),
+    "depth": (call("add", a=[[[1]]]).replace("[[[1]]]", "[" * 70 + "]" * 70), "more than 64 levels deep"),
+    "exits": (call("leave"), "the tool ended with status 3"),
+    "without words": (call("unreadable"), "it has no words"),
 }
-EVERYTHING = [add, broken, broken_later, listed, long]
+EVERYTHING = [add, broken, broken_later, leave, listed, long, unreadable]
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
     first, message = WRONG[kind]
-    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=EVERYTHING)
+    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=EVERYTHING, max_completion_length=600)
     seen = []
     rewards = trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
@@ -320,6 +344,18 @@ def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
         assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
         assert message in turns[1]["content"]
     assert "parse_response" not in vars(trainer._tokenizer)
+
+
+@pytest.mark.parametrize("value", ["9" * 4301, "[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 5000])
+def test_json_that_python_cannot_read_is_a_call_that_cannot_be_read(value):
+    tokenizer = tiny.tool_tokenizer()
+    text = f'<tool_call>{{"name": "add", "arguments": {{"a": {value}}}}}</tool_call>'
+    for end in ("$", ""):
+        ids = tiny.answer_ids(tokenizer, text + end)
+        with ResponseReader(tokenizer, [tokenizer.eos_token_id]).reading():
+            said = parse_response(tokenizer, ids, prefix=tiny.answer_ids(tokenizer, "<|assistant|>"))
+        assert said["content"].startswith("<tool_call>")
+        assert [made["function"]["name"] for made in said.get("tool_calls", [])] == ["invalid_tool_call"] * bool(end)
 
 
 def test_a_good_call_beside_bad_ones(tmp_path):
@@ -336,6 +372,79 @@ def test_a_plain_list_is_shown_as_text(tmp_path):
     trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
     rows_of(trainer)
     assert {turns[1]["content"] for turns in seen} == {"[1, 'größer']"}
+
+
+REPLIES = {
+    "half a character": ("a\ud800", "a\\ud800"),
+    "objects with a type": ([{"type": "fruit", "name": "apple"}], "[{'type': 'fruit', 'name': 'apple'}]"),
+    "no text in a text": ([{"type": "text"}], "[{'type': 'text'}]"),
+    "no image in an image": ([{"type": "image", "url": "u"}], "[{'type': 'image', 'url': 'u'}]"),
+    "texts": ([{"type": "text", "text": "a\ud800"}, {"type": "text", "text": "b"}], "a\\ud800b"),
+    "nothing": (None, "None"),
+    "an empty list": ([], "[]"),
+    "bytes": (b"\xff", "b'\\xff'"),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 1000])
+@pytest.mark.parametrize("kind", REPLIES)
+def test_what_a_tool_gives_is_read_as_text(tmp_path, kind, limit):
+    result, text = REPLIES[kind]
+
+    def give() -> str:
+        """Give it."""
+        return result
+
+    trainer = make(tmp_path, [[call("give") + "$", "done$"]], trainer_tools=[give], max_observation_length=limit)
+    for _, parts, _ in rows_of(trainer):
+        assert parts[1] == (False, observed(text))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_the_table_holds_whatever_was_called_with(tmp_path, weight):
+    """Arguments of other types in each row, or none at all, are more than a column's type can say."""
+    arguments = [{}, {"z": 1}, {"z": "1"}, {"z": [1]}, {"z": {"b": 10**30}}, [1], "x", {"z": "\ud800ü"}]
+    scripts = [[call("add").replace("{}", json.dumps(value)) + "$", "done$"] for value in arguments]
+    scripts[0][0] = call("typed") + "$"
+
+    def typed() -> list:
+        """Give blocks."""
+        return [{"type": "text", "text": "x"}, {"type": "note", "note": 1}]
+
+    options = {"log_completions": True, "max_steps": 1, "distillation_weight": weight, "trainer_tools": [add, typed]}
+    trainer = make(tmp_path, scripts, tiny.never if weight == 0.0 else None, **options)
+    trainer.train()
+    rows = read_table(tmp_path / "completions" / "completions_00001.parquet")
+    assert len(rows) == 8
+    for row, value in zip(rows, arguments, strict=True):
+        if weight == 0.0 and not isinstance(value, dict):
+            continue  # TRL takes it for an answer
+        _, reply, last = (message["content"] for message in row.completion)
+        assert last == "done" and isinstance(reply, str)
+        (made,) = row.completion[0]["tool_calls"]
+        value = value if isinstance(value, dict) else {"arguments": value}
+        assert well_formed(made["function"]["arguments"]) == well_formed(value)
+    assert rows[0].completion[1]["content"] == "x[note]"
+
+
+class Torn(Room):
+    """What it says holds half a character."""
+
+    feedback = "again \ud800"
+
+    def reset(self, **kwargs):
+        return " You see \ud83d."
+
+
+def test_half_a_character_is_written_out_wherever_it_comes_from(tmp_path):
+    options = {"trainer_environment_factory": Torn, "log_completions": True, "max_steps": 1}
+    trainer = make(tmp_path, [["at once$"]], tiny.never, **options)
+    for prompt, _, hint in rows_of(trainer):
+        assert "You see \\ud83d." in prompt and "You see \\ud83d." in hint and "again \\ud800" in hint
+    make(tmp_path, [["at once$"]], tiny.never, **options).train()
+    assert {row.feedback for row in read_table(tmp_path / "completions/completions_00001.parquet")} == {
+        "again \\ud800"
+    }
 
 
 @pytest.mark.parametrize("limit", [None, 1000, 203, 202, 40, 3])

@@ -161,8 +161,19 @@ def test_deepcoder_rows_of_each_configuration():
         (deepcoder(STDIN + FUNCTIONAL, func_name="f"), "call different things"),
         (deepcoder(FUNCTIONAL), "neither they nor the row's metadata name"),
         (deepcoder([{"type": "interactive", "input": "", "output": ""}]), "Unknown kind of test 'interactive'"),
+        (deepcoder(None), "A column is missing"),
+        (deepcoder([[1]]), "A column is missing"),
+        ({**deepcoder(STDIN), "problem": None}, "A column is missing"),
+        ({**livecodebench(STDIN, []), "metadata": "null"}, "A column is missing"),
+        ({**livecodebench(STDIN, []), "public_test_cases": None}, "A column is missing"),
+        (livecodebench([{**FUNCTIONAL[0], "input": None}], [], "f"), "A column is missing"),
+        (livecodebench([None], []), "must be a JSON list of objects"),
+        (livecodebench(STDIN, {"a": 1}), "must be a JSON list of objects"),
+        ({**livecodebench(STDIN, []), "public_test_cases": "[" * 100_000}, "nested too deeply"),
+        ({**livecodebench(STDIN, []), "private_test_cases": packed("[" * 100_000)}, "nested too deeply"),
+        ({"prompt": "p", "public_tests": [], "hidden_tests": [], "function": None, "id": 1}, "A column is missing"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_cannot_be_graded_are_refused(row, message):
     with pytest.raises(ValueError, match=message):
         code_row(row)
@@ -173,6 +184,12 @@ def test_of_several_tests_at_least_one_is_hidden(count, public, shown):
     tests = [CodeTest(str(i), "") for i in range(count)]
     first, rest = split_tests(tests, public)
     assert len(first) == shown and first + rest == tests
+
+
+@pytest.mark.parametrize("options", [{"public": -1}, {"max_hidden": -1}])
+def test_numbers_of_tests_below_zero_are_refused(options):
+    with pytest.raises(ValueError, match="must not be negative"):
+        code_row(deepcoder([{"type": "stdin_stdout", "input": "1\n", "output": "2\n"}] * 3), **options)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -191,9 +208,12 @@ def test_local_files_are_loaded(tmp_path, kind):
 
 def test_a_row_that_cannot_be_read_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({**livecodebench(STDIN, STDIN), "private_test_cases": "?!"}) + "\n")
-    with pytest.raises(ValueError, match=r"Row 0 of .*Test cases"):
-        load_code(str(path))
+    for column, message in (("private_test_cases", "Test cases"), ("metadata", "A column is missing")):
+        path.write_text(
+            json.dumps({**livecodebench(STDIN, STDIN), column: "?!" if "cases" in column else "[1]"}) + "\n"
+        )
+        with pytest.raises(ValueError, match=f"Row 0 of .*{message}"):
+            load_code(str(path))
 
 
 def test_livecodebench_versions():

@@ -70,7 +70,9 @@ def grade(sandbox, codes, public, hidden=(), function=None, **options):
         ("<think>never closed\n```python\nx\n```", None),
         ("```python\nprint('''\n```\n''')\n", "print('''\n"),  # a fence in a string closes, as in Markdown
         ("````python\nprint('''\n```\n''')\n````", "print('''\n```\n''')\n"),
-        ("  ```python\n  x = 1\n  ```", "  x = 1\n"),
+        ("  ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n\n z\n   ```", "if x:\n    y\n\nz\n"),
+        ("```python\n  x = 1\n```", "  x = 1\n"),
         ("inline ```x``` only", None),
         ("```python\n\n```", None),
         ('```python title="a.py"\nx = 1\r\n```\r\n', "x = 1\r\n"),
@@ -98,6 +100,7 @@ def test_an_answer_is_text_or_messages():
         ("1\n2\n", "1\n2", True),
         ("1\n2\n", "1 2", False),
         ("a\n\n", "a\n", True),
+        ("a\n", "\n \na\n", True),
         ("a\n\nb", "a\nb", False),
         ("0.5", "0.50000000001", True),
         ("0.5", "0.5001", False),
@@ -115,6 +118,7 @@ def test_an_answer_is_text_or_messages():
         ("0x10", "16", False),
         ("1.0", "1" * 100_000, False),
         ("1e999999999", "1e99999999", False),
+        ("1.5e9999", "2.5e9998", False),
     ],
 )
 def test_outputs_are_compared_as_benchmarks_do(expected, got, same):
@@ -251,6 +255,18 @@ def test_functions_and_solution_classes(sandbox):
 
 
 @needs_bwrap
+def test_a_result_of_any_depth_is_wrong_and_shown_as_far_as_it_can_be(sandbox):
+    """The program decides how deep it is, and the trainer's own stack how deep it may be to be written again."""
+
+    def called_from(frames, code):
+        return called_from(frames - 1, code) if frames else grade(sandbox, [code], [CodeTest([1], 1)], function="f")
+
+    for depth in (930, 980):
+        code = f"def f(x):\n    for _ in range({depth}):\n        x = [x]\n    return x"
+        (reward,), (feedback,), _ = called_from(70, code)
+        assert reward == 0.0 and "wrong answer" in feedback and "nested too deeply to be shown" in feedback
+
+
 def test_a_wrapped_output_is_right_either_way(sandbox):
     test = [CodeTest([2], [4], wrapped=True)]
     codes = ["def f(x): return x * x", "def f(x): return [x * x]", "def f(x): return [[x * x]]"]
@@ -287,6 +303,16 @@ def test_equal_programs_run_once(sandbox):
     completions = [fenced(RIGHT)] * 3 + [fenced("print(0)"), "none"]
     assert reward(["p"] * 5, completions, tests) == [1.0, 1.0, 1.0, 0.0, 0.0]
     assert ran == [2]
+
+
+@needs_bwrap
+def test_the_tests_of_a_group_are_read_once(sandbox, monkeypatch):
+    """A row's tests may have hundreds of megabytes."""
+    read = []
+    counted = "sdpo_trl.environments.code_reward.read_tests"
+    monkeypatch.setattr(counted, lambda text: (read.append(text), read_tests(text))[1])
+    assert grade(sandbox, ["x", "y", "z"], [CodeTest("", "1")], [CodeTest("", "2")])[0] == [0.0] * 3
+    assert len(read) == 2
 
 
 @needs_bwrap

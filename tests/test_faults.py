@@ -347,6 +347,42 @@ def test_a_dead_reward_function_is_named_with_its_prompts(tmp_path, chat, weight
     assert isinstance(caught.value.__cause__, KeyError) and damage(tmp_path / "checkpoint-2") is None
 
 
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "gave `None` instead of a list"),
+        (1.0, r"gave a float \(1.0\) instead of a list"),
+        ("1", r"gave a str \('1'\) instead of a list"),
+        (["1"] * 8, r"gave a list with a str \('1'\) in it"),
+        ([[1.0]] * 8, r"gave a list with a list \(\[1.0\]\) in it"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_what_is_no_list_of_rewards_is_named(tmp_path, kind, result, message):
+    async def later(prompts, **kwargs):
+        return result
+
+    reward = later if kind == "async" else lambda prompts, **kwargs: result
+    with pytest.raises(RewardError, match=f"(?s)The reward function `.*` {message}.*8 answers to judge.*- task \\d"):
+        tiny.trainer(tmp_path, reward).train()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, torch.tensor, iter])
+def test_rewards_may_be_any_sequence_of_numbers(tmp_path, kind):
+    trainer = tiny.trainer(tmp_path, lambda prompts, **kwargs: kind([float(i % 2) for i in range(len(prompts))]))
+    trainer.train()
+    assert tiny.training_logs(trainer)[0]["reward"] == 0.5
+
+
+def test_a_set_smaller_than_a_rollout_batch_is_refused(tmp_path):
+    """TRL would end the run before its first step, as if all were well."""
+    with pytest.raises(
+        ValueError, match="The training set has 1 rows, and one rollout batch needs 2 different prompts"
+    ):
+        tiny.trainer(tmp_path, data=tiny.prompts(1)).train()
+    tiny.trainer(tmp_path, data=tiny.prompts(1), num_generations=8, max_steps=1).train()
+
+
 def test_without_a_checkpoint_the_error_says_so(tmp_path):
     with pytest.raises(RewardError, match="There is no checkpoint in"):
         tiny.trainer(tmp_path, broken_at(0, fail)).train()

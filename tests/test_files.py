@@ -1,5 +1,6 @@
 """What a run leaves on disk: the student alone, a model card, and a table of rollouts."""
 
+import ast
 import os
 from pathlib import Path
 
@@ -122,6 +123,33 @@ def test_a_model_built_in_memory_has_a_card_too(tmp_path, peft):
     trainer.create_model_card(model_name="mine")
     text = ModelCard.load(tmp_path / "README.md").text
     assert "SDPO" in text and "huggingface.co/None" not in text
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_saved_adapters_card_holds_no_path(tmp_path, base_folder, in_memory):
+    model = tiny.build_model() if in_memory else AutoModelForCausalLM.from_pretrained(base_folder)
+    trainer = tiny.trainer(
+        tmp_path, tiny.never, model=model, trainer_peft_config=tiny.lora(), save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.save_model()
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        card = ModelCard.load(folder / "README.md")
+        assert card.data.base_model is None and card.data.library_name == "peft"
+        assert {"trl", "sdpo", "peft"} <= set(card.data.tags)
+        assert str(base_folder) not in str(card) and "base_model:" not in " ".join(card.data.tags)
+
+
+def test_the_card_names_the_folder_that_a_run_begins_in(tmp_path, monkeypatch):
+    folder = tmp_path / 'my "best" run'
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    tiny.trainer(".", tiny.never).save_model()
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.model_name == folder.name and f"# Model Card for {folder.name}\n" in card.text
+    snippet = card.text.partition("```python\n")[2].partition("```")[0]
+    (model,) = [node.value.value for node in ast.walk(ast.parse(snippet)) if getattr(node, "arg", None) == "model"]
+    assert model == f"./{folder.name}"
 
 
 @pytest.mark.parametrize("peft", [False, True])

@@ -3,6 +3,7 @@
 import builtins
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,7 @@ IMAGE = ("getImage", {})
         ("Action: getFacts\nAction Input: {category: habitat}", "not valid JSON"),
         ("Action: getFacts\nAction Input: [1]", "must be a JSON object"),
         ("Action: getFacts\nAction Input: " + "[" * 100_000, "not valid JSON"),
+        ('Action: getFacts\nAction Input: {"x": ' + "9" * 5000 + "}", "not valid JSON"),
     ],
 )  # fmt: skip
 def test_tool_use(text, said):
@@ -124,6 +126,14 @@ def test_tool_use(text, said):
     assert said in feedback and "3" not in feedback.replace("JSON", "")  # what is missing or right is not named
     (_,), (shown,), _ = grade(ToolUseReward(show_answer=True), [text], [answer])
     assert shown.endswith(f"The right answer is {answer}.")
+
+
+def test_inputs_of_any_depth_and_names_of_any_length_are_judged():
+    for depth in range(500, 1000):
+        text = 'Action: a\nAction Input: {"x": ' + "[" * depth + "]" * depth + "}"
+        assert not ToolUseReward().grade(text, expected(FACTS)).right
+    for text in (steps(("b" * 100_000, {})), steps(*[("b", {})] * 5000), steps(("b", {"k" * 100_000: 1}))):
+        assert len(ToolUseReward().grade(text, expected(FACTS)).feedback) < 600
 
 
 def test_repeated_parameters_all_count():
@@ -152,8 +162,12 @@ def test_real_tool_rows():
 
 
 @pytest.mark.parametrize(
-    "answer", ["no json", "{}", "[]", '[{"Action": "x"}]', '[{"Action": "x", "Action_Input": "{"}]', "[1]"]
-)
+    "answer",
+    [
+        "no json", "{}", "[]", '[{"Action": "x"}]', '[{"Action": "x", "Action_Input": "{"}]', "[1]",
+        '[{"Action": "x", "Action_Input": "[1]"}]', '[{"Action": "x", "Action_Input": null}]',
+    ],
+)  # fmt: skip
 def test_tool_rows_without_actions_are_refused(answer):
     with pytest.raises(ValueError, match="must be a JSON list"):
         ToolUseReward().grade(steps(FACTS), answer)
@@ -168,10 +182,24 @@ def test_tool_rows_without_actions_are_refused(answer):
         (r"\boxed{ }", None),
         ("2", None),
         (r"\boxed 2", None),
+        (r"\boxed{\boxed{1} + 1", "1"),
+        (r"\boxed{f(x) = \left\{1\right.}", r"f(x) = \left\{1\right."),
+        (r"a\\\boxed{\{1\}} and \boxed{", r"\{1\}"),
+        (r"} \\boxed{3}", "3"),
+        ("\\", None),
     ],
 )
 def test_boxes(text, content):
     assert boxed(text) == content
+
+
+def test_many_boxes_are_read_once():
+    """Read again for each of them, this takes hours."""
+    start = time.monotonic()
+    assert boxed("\\boxed{" * 140_000) is None
+    assert boxed("\\boxed{" * 140_000 + "}") is None
+    assert boxed("\\boxed{a" * 100_000 + "}" * 1000) == "a"
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize(
@@ -198,9 +226,17 @@ def test_mathematics(text, answer, said):
         assert shown.endswith(f"The right answer is {answer}.")
 
 
-def test_an_answer_that_cannot_be_computed_meets_the_time_limit():
-    import time
+def test_the_right_answer_may_be_a_number():
+    pytest.importorskip("math_verify", reason="math-verify is missing: pip install 'sdpo-trl[math]'")
+    reward = MathReward(show_answer=True)
+    assert grade(reward, [r"\boxed{42}", r"\boxed{-\frac{1}{2}}", r"\boxed{41}"], [42, -0.5, 42])[0] == [1.0, 1.0, 0.0]
+    assert reward.grade(r"\boxed{41}", 42).feedback.endswith("The right answer is 42.")
+    for odd in (None, True, ["1"]):
+        with pytest.raises(ValueError, match="must be a text or a number"):
+            reward.grade(r"\boxed{1}", odd)
 
+
+def test_an_answer_that_cannot_be_computed_meets_the_time_limit():
     pytest.importorskip("math_verify", reason="math-verify is missing: pip install 'sdpo-trl[math]'")
     reward, start = MathReward(timeout_seconds=1), time.monotonic()
     assert not reward.grade(r"\boxed{9^{9^{9^9}}}", "1").right

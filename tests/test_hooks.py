@@ -10,8 +10,12 @@ import trl.trainer.base_trainer
 import trl.trainer.utils
 from transformers import Trainer
 from trl import GRPOTrainer
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 
+from sdpo_trl import SDPOTrainer
 from sdpo_trl.online import OnlineTrainer
+from sdpo_trl.problem_trainer import ProblemTrainer
 
 # The source without comments, docstrings and layout. To renew one after reading what changed: run this file.
 EXPECTED = {
@@ -33,6 +37,7 @@ EXPECTED = {
     "GRPOTrainer.log": "c4d4db52f9ef2366",
     "GRPOTrainer._load_optimizer_and_scheduler": "f0236c69fcf3477c",
     "Trainer._save_optimizer_and_scheduler": "99a0de2f24536135",
+    "Trainer._load_from_checkpoint": "9041218b8c5dc09e",
     "Trainer._load_optimizer_and_scheduler": "cd72a358e3c58c51",
     "GRPOTrainer._save_checkpoint": "96c508fc0fca70f7",
     "Trainer.train": "ef0b73cdf6420286",
@@ -42,22 +47,36 @@ EXPECTED = {
     "Trainer._get_grad_norm": "b2787642923d849b",
     "Trainer.save_model": "0ea4ba18a261c6c7",
     "Trainer.push_to_hub": "725529267e92cc52",
+    "Trainer._push_from_checkpoint": "fc40ece078cb892e",
     "_BaseTrainer.create_model_card": "2845ed823c4df45c",
     "RepeatSampler": "0769fe928c1dc733",
     "add_fused_lm_head": "27301e73e4ace4f2",
     "shuffle_sequence_dict": "03c0043ab5aba2fe",
     "split_tensor_dict": "5cf32f6e8f1430a4",
     "get_config_model_id": "46df7d62a20eba18",
+    "VLLMClient.__init__": "348d6c3979bd0020",
+    "VLLMClient.get_sequence_logprobs": "c9f23a8f57793d41",
+    "VLLMGeneration._iter_named_params": "6d5a7763acd5eb5f",
+    "VLLMGeneration._iter_fsdp2_params": "220255536cae4736",
+    "VLLMGeneration.sync_weights": "9c4671d678ef37bb",
     "is_async_callable": "27fc54a379c4c250",
     "pad": "ed2b0f1c87c28daf",
 }
 TRLS_ATTRIBUTES = [
     "_async_tool_dicts", "_batch_environments", "_buffered_inputs", "_entropy_bonus_enabled", "_env_tools",
-    "_has_async_funcs", "_is_vlm", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer", "aux_loss_enabled",
+    "_has_async_funcs", "_is_vlm", "_last_loaded_step", "_logs", "_metrics", "_step", "_sync_tool_dicts", "_tokenizer",
+    "aux_loss_enabled",
     "current_gradient_accumulation_steps", "environment_factories", "generation_config", "num_generations_eval",
     "reward_func_names", "reward_funcs", "reward_processing_classes", "reward_weights", "rollout_func", "tools",
+    "use_vllm", "vllm_generation",
 ]  # fmt: skip
-OWNERS = {"GRPOTrainer": GRPOTrainer, "Trainer": Trainer, "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer}
+OWNERS = {
+    "GRPOTrainer": GRPOTrainer,
+    "Trainer": Trainer,
+    "VLLMClient": VLLMClient,
+    "VLLMGeneration": VLLMGeneration,
+    "_BaseTrainer": trl.trainer.base_trainer._BaseTrainer,
+}
 
 
 def find(name):
@@ -77,8 +96,9 @@ def ours(cls):
     return cls.__module__.startswith("sdpo_trl")
 
 
-LAYERS = [cls for cls in OnlineTrainer.__mro__ if ours(cls)]
-BELOW = [cls for cls in OnlineTrainer.__mro__ if not ours(cls) and cls is not object]
+ALL = list(dict.fromkeys([*ProblemTrainer.__mro__, *OnlineTrainer.__mro__]))
+LAYERS = [cls for cls in ALL if ours(cls)]
+BELOW = [cls for cls in SDPOTrainer.__mro__ if not ours(cls) and cls is not object]
 
 
 def overrides():

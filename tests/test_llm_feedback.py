@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("openai", reason="the client library is missing: pip install 'sdpo-trl[llm]'")
 
-from sdpo_trl.environments.llm_feedback import LLMFeedback
+from sdpo_trl.environments.llm_feedback import LLMFeedback, without_code
 
 
 def completion(text, prompt_tokens=10, completion_tokens=5):
@@ -117,7 +117,37 @@ def test_code_in_the_explanation_is_left_out():
     said = "You forgot zero.\n```python\nprint(42)\n```\nLook at line 2.\n```\nprint(43)"
     with server(lambda number, body: (200, {}, completion(said))) as (url, _, _):
         (text,) = explain(build(url), ["bad"])
-    assert text.split("\n") == ["You forgot zero.", "(code left out)", "", "Look at line 2.", "(code left out)"]
+    assert text.split("\n") == ["You forgot zero.", "(code left out)", "Look at line 2.", "(code left out)"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Fix: ```python\nX\n```\nWhy.", "Fix: (code left out)\nWhy."),
+        ("- ```python\n  X\n  ```\n  Why.", "- (code left out)\n  Why."),
+        ("> ```python\n> X\n> ```\n> Why.", "> (code left out)\n> Why."),
+        ("~~~\nX\n```\nX\n~~~\nWhy.", "(code left out)\nWhy."),
+        ("````\n```\nX\n```\n````\nWhy.", "(code left out)\nWhy."),
+        ("So.\r\n```python\r\nX\r\n```\r\nWhy.", "So.\n(code left out)\nWhy."),
+        ("See ```x = 1``` and `y`.\nWhy.", "See ```x = 1``` and `y`.\nWhy."),
+        ("   ```\nX", "   (code left out)"),
+        ("", ""),
+    ],
+)
+def test_blocks_are_left_out_wherever_they_stand(text, kept):
+    assert without_code(text) == kept
+
+
+def test_a_long_odd_text_is_read_once():
+    start = time.monotonic()
+    for text in (
+        "`" * 1_000_000,
+        ("`" * 1000 + "\n" + " " * 1000 + "\n") * 500,
+        " " * 1_000_000 + "x",
+        "```\n" * 200_000,
+    ):
+        without_code(text)
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("content", ["", "  \n", None, "```python\nprint(42)\n```"])
@@ -178,6 +208,13 @@ def test_a_rate_limit_that_stays_falls_back_with_a_count(caplog):
         (200, {}, {**completion("x"), "choices": []}),
         (200, {}, "[]"),
         (200, {}, "null"),
+        (200, {}, "[" * 100_000),
+        (200, {}, {**completion("x"), "choices": {"a": 1}}),
+        (200, {}, {**completion("x"), "choices": [None]}),
+        (200, {}, {**completion("x"), "choices": [{"index": 0, "message": None}]}),
+        (200, {}, {**completion("x"), "choices": [{}]}),
+        (200, {}, completion(5)),
+        (200, {}, {**completion("x"), "usage": "none"}),
     ],
 )
 def test_a_broken_server_falls_back(reply):
@@ -185,6 +222,30 @@ def test_a_broken_server_falls_back(reply):
         feedback = build(url, retries=1)
         assert explain(feedback, ["bad", "good"]) == ["error about bad", None]
     assert feedback.costs.fell_back == 1
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None, "completion_tokens": 3}])
+@pytest.mark.parametrize("content", ["Why.", [{"type": "text", "text": "Why."}]])
+def test_what_servers_leave_out_or_spell_otherwise_is_read(usage, content):
+    with server(lambda n, b: (200, {}, {**completion(content), "usage": usage})) as (url, _, _):
+        feedback = build(url)
+        assert explain(feedback, ["bad"]) == ["Why."]
+    assert feedback.costs.prompt_tokens == 0 and feedback.costs.completion_tokens == (3 if usage else 0)
+
+
+def test_a_reward_that_has_nothing_to_say_is_wrapped():
+    feedback = build("http://127.0.0.1:1/v1")
+    wrapped = feedback.wrap(lambda completions, **columns: [1.0] * len(completions))
+    assert asyncio.run(feedback(["q"], ["good"], wrapped(completions=["good"]))) == [None]
+
+
+def test_a_wrapped_reward_is_called_in_the_main_thread_if_it_must_be():
+    def alarmed(completions, **columns):
+        return [1.0] * len(completions)
+
+    assert not hasattr(build("http://127.0.0.1:1/v1").wrap(alarmed), "limits_itself")
+    alarmed.limits_itself = True
+    assert build("http://127.0.0.1:1/v1").wrap(alarmed).limits_itself
 
 
 def test_a_passing_fault_is_retried():
@@ -250,6 +311,13 @@ def test_rollouts_must_have_been_graded():
 
     with pytest.raises(TypeError, match="not async"):
         build("http://127.0.0.1:9/v1").wrap(later)
+
+    class Later:
+        async def __call__(self, completions, **columns):
+            return [0.0]
+
+    with pytest.raises(TypeError, match="not async"):
+        build("http://127.0.0.1:9/v1").wrap(Later())
 
 
 @pytest.mark.parametrize(

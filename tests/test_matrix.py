@@ -2,6 +2,9 @@
 
 import matrix
 import pytest
+import torch
+from benchmarks import scaling
+from test_scaling import tiny_sizes
 
 pytestmark = pytest.mark.distributed
 
@@ -31,6 +34,17 @@ def assert_passes(run, cell):
 @pytest.mark.parametrize("cell", CORE)
 def test_a_core_of_the_matrix(core, cell):
     assert_passes(core, cell)
+
+
+@pytest.mark.parametrize("cell", CORE)
+def test_a_teachers_part_has_the_size_that_the_documentation_says(core, cell):
+    folder, _ = core
+    backend, way, kind = cell.split("-")
+    each = scaling.Bytes(frozen=4, weight=4)
+    expected = scaling.kept(kind, tiny_sizes(way == "lora"), each, {"fsdp2": "zero3"}.get(backend, backend), gpus=2)
+    for rank in range(2):
+        result = torch.load(folder / cell / f"result-{rank}.pt", weights_only=False)
+        assert sum(result["straight"]["bytes"].values()) == expected
 
 
 @pytest.mark.slow

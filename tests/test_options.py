@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 
+import fake_vllm
 import pytest
 import tiny
 import torch
@@ -20,6 +21,7 @@ from sdpo_trl import SDPOConfig, SDPOTrainer, feedback_reverse_kl, select_feedba
 from sdpo_trl.agent_options import AgentOptions
 from sdpo_trl.controls import ControlOptions
 from sdpo_trl.faults import FaultOptions
+from sdpo_trl.server_options import ServerOptions
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
@@ -73,6 +75,9 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
     reference, prompts, answers = [], [], []
     plain = sdpo_trl.scores.reference_scores
     monkeypatch.setattr("sdpo_trl.scores.reference_scores", lambda *args: (reference.append(1), plain(*args))[1])
+    server = fake_vllm.FakeServer(tiny.build_model())
+    if options.get("use_vllm"):
+        server.install(monkeypatch)
     trainer = tiny.trainer(folder, reward or [graded, polite], **options)
     compute = trainer._compute_loss
 
@@ -103,6 +108,7 @@ def behaviour(folder, monkeypatch, caplog, reward=None, evaluates=False, **optio
         "warnings": caplog.text.count("SDPO: for"),
         "evaluation": sorted(trainer.evaluate(tiny.prompts())) if evaluates else None,
         "reference": bool(reference),
+        "requests": len(server.requests),
     }
 
 
@@ -215,6 +221,15 @@ CASES |= {
     "max_turn_length": Case(3, "answers", {**ACTING, "trainer_rollout_func": None}),
     "max_observation_length": Case(8, "answers", ACTING),
 }
+SERVER = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_importance_sampling_correction": False,
+    "teacher_model_kind": "live",
+    "distillation_mode": "sampled_token",
+    "distillation_alpha": 1.0,
+}
+CASES |= {"use_teacher_server": Case(True, "requests", SERVER)}
 NEW_FIELDS = sorted(
     {f.name for f in dataclasses.fields(SDPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
 )
@@ -338,6 +353,21 @@ UNTOLD = {"include_environment_feedback": False}
         ({"max_observation_length": 9, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"distillation_temperature": 2.0, "distillation_weight": 0.0}, "no effect.*`distillation_weight` above 0"),
         ({"reprompt_template": "{prompt}{feedback}"}, "`reprompt_template` lacks the slot {solution}"),
+        ({"max_completion_length": None}, "`max_completion_length` must be a number"),
+        ({"max_completion_length": None, "distillation_weight": 0.0, "max_turn_length": 3}, "must be a number"),
+        ({"distillation_weight": True}, r"`distillation_weight` must be in \[0, 1\], got True"),
+        ({"max_reprompt_len": True}, "`max_reprompt_len` must be at least 1 and whole, got True"),
+        ({"max_reprompt_len": None}, "`max_reprompt_len` must be at least 1 and whole, got None"),
+        ({"distillation_is_clip": "2"}, "`distillation_is_clip` must be positive, got '2'"),
+        ({"diagnostics_warning_interval": None}, "must not be negative, got None"),
+        ({"diagnostics_warning_interval": 1.5}, "must be whole, got 1.5"),
+        ({"success_reward_threshold": "1"}, "`success_reward_threshold` must be a number, got '1'"),
+        ({"success_reward_threshold": float("nan")}, "`success_reward_threshold` must be a number, got nan"),
+        ({"reprompt_template": None}, "`reprompt_template` must be a text, got None"),
+        ({"turn_feedback_template": 5}, "`turn_feedback_template` must be a text, got 5"),
+        ({"success_reward_func": 5}, "`success_reward_func` must be a text or `None`, got 5"),
+        ({"teacher_offload": "false"}, "`teacher_offload` must be `True` or `False`, got 'false'"),
+        ({"evaluate_teacher": None}, "`evaluate_teacher` must be `True` or `False`, got None"),
         ({"reprompt_template": "nothing"}, r"lacks the slot {prompt}, {solution}, {feedback}"),
         ({"solution_template": "it: {solution}"}, "`solution_template` lacks the slot {successful_previous_attempt}"),
         ({"feedback_template": "it: {feedback}"}, "`feedback_template` lacks the slot {feedback_raw}"),
@@ -472,6 +502,7 @@ OTHER_VALUES = {name: case.value for name, case in CASES.items()} | {
     "teacher_context": "feedback",
     "turn_feedback_template": "<{feedback_raw}>",
     "max_turn_length": 5,
+    "use_teacher_server": False,
 }
 
 
@@ -502,7 +533,8 @@ def test_every_option_has_help_and_is_documented():
     for field in dataclasses.fields(SDPOConfig):
         if field.name in NEW_FIELDS:
             assert field.metadata["help"]
-            documented = SDPOConfig.__doc__ + ControlOptions.__doc__ + AgentOptions.__doc__ + FaultOptions.__doc__
+            classes = (SDPOConfig, ControlOptions, AgentOptions, FaultOptions, ServerOptions)
+            documented = "".join(cls.__doc__ for cls in classes)
             assert f"        {field.name} (`" in documented
 
 

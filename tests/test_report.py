@@ -16,7 +16,8 @@ import pandas as pd
 import pytest
 import tiny
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 from sdpo_trl.divergence import DivergenceSpec, entropy, token_divergence
@@ -210,7 +211,9 @@ def test_first_step_equals_plain_forwards(tmp_path):
         trainer_rollout_func=tiny.scripted(answers, masks),
     )
     trainer.train()
-    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == ["step_000001.html", "step_000003.html"]
+    assert sorted(p.name for p in (tmp_path / "heatmaps").iterdir()) == [
+        "index.jsonl", "step_000001.html", "step_000003.html",
+    ]  # fmt: skip
     heatmap = look.seen[0]
     assert heatmap.settings["Step"] == "1" and heatmap.settings["Teacher"] == "ema"
     assert len(heatmap.rollouts) == 4
@@ -304,6 +307,21 @@ def test_siblings_without_feedback_are_shown_without_values(tmp_path):
         assert all(token.role == ("scored" if length > 2 else "unscored") for token in rollout.tokens)
         assert (rollout.teacher_prompt is not None) == (length > 2)
     assert "had nothing to read" in look.seen[0].notes[0]
+
+
+def test_feedback_on_single_turns_is_shown(tmp_path):
+    def feedback(prompts, completions, rewards, **columns):
+        return [[(0, "begin"), (1, "carry")]] * len(prompts)
+
+    look = Keeping(every=1)
+    tiny.trainer(
+        tmp_path, tiny.never, trainer_callbacks=[look], trainer_feedback_func=feedback, log_completions=True,
+        max_steps=1, trainer_rollout_func=tiny.scripted(["ab cd"], [[1, 1, 0, 1, 1]]),
+    ).train()  # fmt: skip
+    (rollout,) = look.seen[0].rollouts
+    assert rollout.feedback == "[turn 0] begin\n\n[turn 1] carry"
+    again = table_heatmap(tmp_path / "completions" / "completions_00001.parquet", rescorer(tiny.build_model()))
+    assert again.rollouts[0].feedback == rollout.feedback and "single turns" in again.notes[1]
 
 
 def test_nothing_to_show_waits_for_a_step_that_has_something(tmp_path):
@@ -402,6 +420,40 @@ def test_tool_messages_of_a_table_are_context():
 def test_a_table_without_its_columns_is_refused():
     with pytest.raises(ValueError, match="no column `completion`"):
         read_table(pd.DataFrame({"prompt": ["a"]}))
+
+
+@pytest.mark.parametrize("missing", [None, float("nan")])
+def test_empty_cells_of_a_table_are_nothing(missing):
+    full = {"step": 3, "prompt": "a", "completion": "b", "feedback": "no", "advantage": 0.5, "r": 1.0}
+    for name in full:
+        rows = read_table(pd.DataFrame([full, {**full, name: missing}]))
+        assert rows[0].step == 3 and rows[0].advantage == 0.5
+        for field, value in (
+            ("step", None),
+            ("prompt", ""),
+            ("completion", ""),
+            ("feedback", None),
+            ("advantage", None),
+        ):
+            assert getattr(rows[1], field) == (value if field == name else full[field])
+    frame = pd.DataFrame([full, {**full, "completion": missing, "step": missing, "advantage": missing}])
+    assert len(table_heatmap(frame, rescorer()).rollouts) == 1
+
+
+def test_numbers_that_show_nothing_are_refused():
+    frame = pd.DataFrame({"prompt": ["a"], "completion": ["b"], "feedback": ["no"]})
+    for number in (0, -1):
+        with pytest.raises(ValueError, match="`rollouts` must be at least 1"):
+            table_heatmap(frame, rescorer(), rollouts=number)
+        with pytest.raises(ValueError, match="`topk` must be at least 1"):
+            Rescorer(None, topk=number)
+
+
+def test_half_a_character_is_written_out():
+    """As the command line hands over bytes that are no text."""
+    heatmap = rescorer().heatmap("a\udcff", feedback="b\udcff", solution="c\udcff", answer="d\udcff")
+    assert "a\\udcff" in heatmap.prompt and heatmap.rollouts[0].feedback == "b\\udcff"
+    assert "".join(token.text for token in heatmap.rollouts[0].tokens) == "d\\udcff"
 
 
 # Command line
@@ -578,9 +630,10 @@ def test_token_texts_keep_the_space_before_a_word():
         """Drops the space at the beginning, as SentencePiece does; ids 3 and 4 are the halves of one character."""
 
         words = ("a", "▁a", "▁cat", "<0xC3>", "<0xA9>", "")
+        all_special_ids = ()
 
-        def __call__(self, text, add_special_tokens):
-            return {"input_ids": [1]}
+        def __len__(self):
+            return len(self.words)
 
         def batch_decode(self, rows, **options):
             texts = ["".join("�" if self.words[i].startswith("<0") else self.words[i] for i in row) for row in rows]
@@ -641,3 +694,11 @@ def test_the_core_does_not_import_the_report():
     core = [path for path in REPORT.parent.rglob("*.py") if REPORT not in path.parents]
     assert len(core) > 20
     assert not [p.name for p in core if re.search(r"import.*\breport\b|from .*\breport\b", p.read_text())]
+
+
+def test_a_tokenizer_that_cannot_encode_a_letter_has_texts_all_the_same():
+    core = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "X": 2, "+": 3}))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>")
+    assert TokenTexts(tokenizer).of([1, 2, 3]) == {1: "<eos>", 2: "X", 3: "+"}

@@ -1,13 +1,15 @@
-"""The heat map in a real browser: what it shows under pointer, keyboard and touch, and that nothing injected runs."""
+"""Heat maps and reports in a real browser: what they show under pointer, keys and touch; nothing injected runs."""
 
 import shutil
 import time
 
 import pytest
+import tiny
 from test_report import nasty_heatmap, rescorer
 
-from sdpo_trl.report import Heatmap, RolloutView
+from sdpo_trl.report import Heatmap, RolloutView, TokenHeatmapCallback
 from sdpo_trl.report.page import candidate_text
+from sdpo_trl.report.run_page import run_report
 
 pytestmark = pytest.mark.browser
 
@@ -287,3 +289,148 @@ def test_2000_tokens_do_not_lag(driver, tmp_path):
     print(f"loaded in {loading:.2f} s; a step takes {sorted(took)[20]:.1f} ms (median), {max(took):.1f} ms (most)")
     assert len(spans(driver)) == 2000 and loading < 10
     assert sorted(took)[len(took) // 2] < 100  # 17, one frame, where nothing else runs
+
+
+# The report of a run
+
+
+@pytest.fixture(scope="module")
+def run_page(tmp_path_factory):
+    """A short run with evaluations, its history and its report."""
+    pytest.importorskip("matplotlib", reason="the report draws with matplotlib (extra `viz`)")
+    folder = tmp_path_factory.mktemp("run")
+    trainer = tiny.trainer(
+        folder, tiny.telling(reward=tiny.even_length), max_steps=5, log_completions=True, num_completions_to_print=0,
+        eval_strategy="steps", eval_steps=2, trainer_eval_dataset=tiny.prompts(2), per_device_eval_batch_size=4,
+        trainer_callbacks=[TokenHeatmapCallback(every=2)],
+    )  # fmt: skip
+    trainer.train()
+    return run_report(folder), trainer.state.log_history
+
+
+@pytest.fixture
+def report(driver, run_page):
+    driver.set_window_size(1400, 900)
+    driver.get(run_page[0].as_uri())
+    return driver
+
+
+def chart_of(driver, title: str) -> int:
+    titles = run(driver, "return [...document.querySelectorAll('figcaption > b')].map((b) => b.textContent)")
+    return titles.index(title)
+
+
+def shown_in(driver, chart: int) -> tuple[int, dict[str, str]]:
+    return tuple(run(
+        driver,
+        "const f = document.querySelectorAll('.chart')[arguments[0]];"
+        "const lines = [...f.querySelectorAll('.lines li')].map((li) => {"
+        "  const value = li.querySelector('b').textContent;"
+        "  return [li.textContent.trim().slice(0, -value.length).trim(), value]; });"
+        "return [Number(f.querySelector('.at b').textContent), Object.fromEntries(lines)]",
+        chart,
+    ))  # fmt: skip
+
+
+NAMES = {
+    "Reward": {"training": "reward", "evaluation": "eval_reward"},
+    "Divergence from the teacher": {"training": "sdpo/divergence", "evaluation": "eval_sdpo/divergence"},
+    "Entropy of the next token": {"student": "sdpo/student_entropy", "teacher": "sdpo/teacher_entropy"},
+    "Gradient": {"before it is clipped": "grad_norm"},
+    "Time of a step": {"generation": "sdpo/time/generation", "student": "sdpo/time/student"},
+}
+
+
+def assert_logged(driver, history, title: str, step: int) -> None:
+    at, lines = shown_in(driver, chart_of(driver, title))
+    assert at == step
+    for label, name in NAMES[title].items():
+        values = [row[name] for row in history if row["step"] == step and name in row]
+        assert (lines[label] == "\N{EN DASH}") == (not values)
+        if values:
+            assert number(lines[label]) == pytest.approx(values[0], rel=6e-3)
+
+
+def test_a_pointer_and_the_keys_read_the_logged_values(report, run_page):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    plots = report.find_elements(By.CLASS_NAME, "plot")
+    for title in NAMES:
+        plot = plots[chart_of(report, title)]
+        run(report, "arguments[0].focus()", plot)
+        press(report, Keys.HOME)
+        assert_logged(report, run_page[1], title, 1)
+        for step in (2, 3):
+            press(report, Keys.ARROW_RIGHT)
+            assert_logged(report, run_page[1], title, step)
+        press(report, Keys.END)
+        assert_logged(report, run_page[1], title, 5)
+        press(report, Keys.ARROW_RIGHT)
+        assert_logged(report, run_page[1], title, 5)
+    # Where the pointer is over a step, in the drawn picture: the cursor stands on it.
+    chart = chart_of(report, "Gradient")
+    frame = run(report, "return document.querySelectorAll('.plot svg')[arguments[0]].getBoundingClientRect()", chart)
+    line = run(report, "return JSON.parse(document.getElementById('data').textContent)[arguments[0]]", chart)
+    (left, right), (first, last) = line["box"], line["limits"]
+    for step in (2, 4):
+        x = frame["width"] * (left + (right - left) * (step - first) / (last - first))
+        ActionChains(report).move_to_element_with_offset(plots[chart], round(x - frame["width"] / 2), 0).perform()
+        assert_logged(report, run_page[1], "Gradient", step)
+        cursor = run(
+            report, "return document.querySelectorAll('.cursor')[arguments[0]].getBoundingClientRect()", chart
+        )
+        assert cursor["x"] + cursor["width"] / 2 == pytest.approx(frame["x"] + x, abs=1.5)
+
+
+def test_lines_are_drawn_where_their_values_are(report, run_page):
+    """The drawn path of the gradient's line, measured in the browser, rises and falls as the logged values do."""
+    points = run(
+        report,
+        "const f = document.querySelectorAll('.chart')[arguments[0]];"
+        "const path = f.querySelector('.plot path.s0');"
+        "return path.getAttribute('d').trim().split(/\\s*[ML]\\s*/).filter(Boolean)"
+        "  .map((p) => p.trim().split(/\\s+/).map(Number))",
+        chart_of(report, "Gradient"),
+    )
+    values = [row["grad_norm"] for row in run_page[1] if "grad_norm" in row]
+    heights = [-y for _, y in points]
+    assert len(points) == len(values)
+    scale = (max(heights) - min(heights)) / (max(values) - min(values))
+    for height, value in zip(heights, values, strict=True):
+        assert height - min(heights) == pytest.approx(scale * (value - min(values)), abs=0.02 * scale * max(values))
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_come_from_the_page_and_nothing_is_blocked(report, dark):
+    scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+    report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme})
+    settle(report)
+    stroke, ground = run(
+        report,
+        "return [getComputedStyle(document.querySelector('.plot path.s0')).stroke,"
+        " getComputedStyle(document.querySelector('.chart')).backgroundColor]",
+    )
+    report.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert (stroke, ground) == (
+        ("rgb(116, 179, 242)", "rgb(26, 30, 37)") if dark else ("rgb(31, 95, 168)", "rgb(255, 255, 255)")
+    )
+    assert not [entry for entry in report.get_log("browser") if "favicon" not in entry["message"]]
+
+
+def test_a_narrow_screen_needs_no_sideways_scrolling(driver, run_page):
+    driver.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 360, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    )
+    driver.get(run_page[0].as_uri())
+    width = run(driver, "return document.documentElement.scrollWidth")
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert width <= 360
+
+
+def test_a_link_leads_to_the_rollouts_heat_map(report):
+    from selenium.webdriver.common.by import By
+
+    report.find_element(By.CSS_SELECTOR, ".rollout a").click()
+    assert "token heat map" in report.title and "#name-" in report.current_url

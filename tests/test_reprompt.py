@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from conftest import ROOT
@@ -240,6 +241,14 @@ def test_message_text(content, text):
 )
 def test_strip_thinking(text, opened, expected):
     assert strip_thinking(text, opened=opened) == expected
+
+
+def test_many_openings_are_read_once():
+    """Read again for each of them, this takes minutes."""
+    start = time.monotonic()
+    for text in ("<think>" * 140_000, "<think>a" * 100_000 + "</think>", "</think><think>" * 60_000):
+        assert strip_thinking(text) is None
+    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("tags", [("[THINK]", "[/THINK]"), ("<|a|>", "<|b|>"), ("(.*)", "(+)")])

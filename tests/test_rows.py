@@ -75,6 +75,13 @@ def test_a_turn_in_either_spelling(turn, expected):
             {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": "{"}]},
             "arguments of a tool call in a row is not valid JSON",
         ),
+        ("hello", "A turn must be an object"),
+        ({"role": ["user"], "content": "q"}, "A turn needs `role`"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "with a `name` and `arguments`"),
+        ({"role": "assistant", "tool_calls": ["add"]}, "with a `name` and `arguments`"),
+        ({"role": "assistant", "tool_calls": "add"}, "`tool_calls` of a turn is not valid JSON"),
+        ({"from": "function_call", "value": '"add"'}, "with a `name` and `arguments`"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 5000}]}, "not valid JSON"),
     ],
 )
 def test_a_turn_that_cannot_be_read(turn, error):
@@ -101,6 +108,26 @@ def test_a_row_of_trls_is_returned_as_it_is():
         assert prompt_row(row) is row
 
 
+def test_turns_and_calls_may_be_json_text():
+    """As columns that could have no other type hold them."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    for written in (calls, json.dumps(calls), json.dumps(calls[0]), [{"name": "add", "arguments": '{"a": 1}'}]):
+        row = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": written}, USER]}
+        expected = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, USER]
+        assert prompt_row(row)["prompt"] == prompt_row({"messages": json.dumps(row["messages"])})["prompt"] == expected
+    for empty in ("", None, []):
+        (turn, _) = prompt_row({"messages": [{"role": "assistant", "content": "x", "tool_calls": empty}, USER]})[
+            "prompt"
+        ]
+        assert not turn.get("tool_calls")
+
+
+@pytest.mark.parametrize("row", [{"messages": "hello"}, {"messages": {"role": ["user"]}}, {"prompt": ["hello"]}])
+def test_what_is_no_conversation_is_refused(row):
+    with pytest.raises(ValueError, match=r"not valid JSON|must be a list of turns|a list of messages"):
+        prompt_row(row)
+
+
 def test_nothing_to_answer():
     with pytest.raises(ValueError, match="hold nothing that could be answered"):
         prompt_row({"messages": [{"role": "assistant", "content": "hello"}]})
@@ -123,6 +150,7 @@ def test_tools_of_the_system_message(source, text):
         (None, None),
         ([], []),
         ("", []),
+        ("null", None),
         ([ADD], [NESTED]),
         ([NESTED], [NESTED]),
         ([json.dumps(NESTED)], [NESTED]),
@@ -142,6 +170,8 @@ def test_declared_tools(value, expected):
     [
         (3, "must be a list of JSON schemas, got int"),
         ("[1", "not valid JSON"),
+        ("[" * 5000, "not valid JSON"),
+        ([{"function": "f"}], "has no `name`"),
         ([1], "by its JSON schema, or by its name; got int"),
         ([{"description": "x"}], "has no `name`"),
     ],
@@ -212,10 +242,27 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
         tiny.micro_batches(make(tmp_path, data=data))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (["a", None], r"Row 4 of the batch cannot be read\. Its prompt is missing"),
+        (["a", ""], "The prompt of row 4 of the batch is empty"),
+        ([[USER], []], r"Row 4 of the batch cannot be read\. Its prompt is missing or has no message"),
+        ([[USER], None], r"Row 4 of the batch cannot be read\. Its prompt is missing"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.micro_batches(make(tmp_path, data=Dataset.from_dict({"prompt": prompts})))
+
+
 def test_tools_for_a_text_are_refused(tmp_path):
     data = tiny.prompts(2, tools=[json.dumps([ADD])] * 2)
     with pytest.raises(ValueError, match="declares tools, but its prompt is plain text"):
-        tiny.micro_batches(make(tmp_path, data=data, trainer_tools=[add]))
+        tiny.micro_batches(make(tmp_path, data=data))
+    for rows in (data, tiny.prompts(2)):
+        with pytest.raises(ValueError, match="row 0 of the batch is plain text, which has no place for tools"):
+            tiny.micro_batches(make(tmp_path, data=rows, trainer_tools=[add]))
 
 
 class Room:

@@ -222,6 +222,37 @@ def test_memory_that_the_address_space_does_not_count_is_refused(sandbox):
 
 
 @needs_bwrap
+def test_the_buffers_of_open_files_hold_some_megabytes(sandbox):
+    """Of a pipe at most one each; of a socket what the machine allows, unless the program cannot ask for more."""
+    code = """
+        import fcntl, os, socket
+        held, kept = 0, []
+        def fill(write):
+            global held
+            try:
+                while True:
+                    held += write(bytes(1 << 16))
+            except BlockingIOError:
+                pass
+        try:
+            while True:
+                both = socket.socketpair()
+                kept += both
+                for one in both:
+                    one.setblocking(False)
+                    try:
+                        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                        print("larger")
+                    except PermissionError:
+                        pass
+                    fill(one.send)
+        except OSError as error:
+            print(error.errno, held < 32 << 20)
+    """
+    assert run(sandbox, code).stdout.split() == ["24", "True"]
+
+
+@needs_bwrap
 def test_the_temporary_folder_is_small(sandbox):
     code = """
         written = 0
@@ -314,12 +345,12 @@ def test_nothing_outside_the_temporary_folder_can_be_written(sandbox, tmp_path):
                     print("did", place)
                 except OSError:
                     pass
-        open("/tmp/x", "w").write("here")
-        print(open("/tmp/x").read())
+        open("/tmp/{tmp_path.name}", "w").write("here")
+        print(open("/tmp/{tmp_path.name}").read())
     """
     assert run(sandbox, code).stdout == "here\n"
     assert run(sandbox, "import os; print(os.listdir('/tmp'))").stdout == "[]\n"  # gone with its sandbox
-    assert list(tmp_path.iterdir()) == [] and not os.path.exists("/tmp/x")
+    assert list(tmp_path.iterdir()) == [] and not os.path.exists(f"/tmp/{tmp_path.name}")
 
 
 @needs_bwrap
@@ -332,11 +363,16 @@ def test_there_is_no_network(sandbox):
                 print("socket", family)
             except OSError:
                 print("refused")
+        for family in (socket.AF_INET, 16, 30, 40):  # the kernel would load what it needs for them, such as TIPC
+            try:
+                socket.socketpair(family, socket.SOCK_STREAM)
+            except PermissionError:
+                print("refused")
         print([line.split(":")[0].strip() for line in open("/proc/net/dev")][2:])
         asyncio.run(asyncio.sleep(0))  # what needs no network works
         print("done")
     """
-    assert run(sandbox, code).stdout.splitlines() == ["refused"] * 5 + ["['lo']", "done"]
+    assert run(sandbox, code).stdout.splitlines() == ["refused"] * 9 + ["['lo']", "done"]
 
 
 @needs_bwrap

@@ -5,6 +5,7 @@ import math
 import os
 from functools import partial
 
+import pandas
 import pytest
 import tiny
 import torch
@@ -231,6 +232,22 @@ def test_several_sources_for_one_rollout_are_joined_in_order(tmp_path):
     assert sum("first.\n\nsecond.\n\nfourth." in hint for hint in hints) == 7
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_half_a_character_is_written_out(tmp_path, chat):
+    """As a program's output has it that is no UTF-8, read with `surrogateescape`; no tokenizer takes it."""
+
+    def told(completions, log_extra, **kwargs):
+        log_extra("feedback", ["bad \udcff byte"] * len(completions))
+        log_extra("output", ["\udcff"] * len(completions))
+        return [0.0] * len(completions)
+
+    trainer = tiny.trainer(tmp_path, told, data=tiny.prompts(4, chat=chat), log_completions=True)
+    trainer.train()
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert set(table["feedback"]) == {"bad \\udcff byte"} and set(table["output"]) == {"\\udcff"}
+    assert table["teacher_prompt"].str.contains("bad \\udcff byte", regex=False).all()
+
+
 @pytest.mark.parametrize("blank", ["", "  \n\t", None])
 def test_a_blank_text_is_no_feedback(tmp_path, blank):
     trainer = tiny.trainer(
@@ -340,6 +357,7 @@ def logs(value):
         (gives(["a"] * 7), ValueError, "`feedback_func` gave 7 feedback texts, but there are 8 rollouts"),
         (gives("text"), TypeError, "`feedback_func` must give a list with one `str` or `None` per rollout, got str"),
         (gives(None), TypeError, "`feedback_func` must give a list.*got NoneType"),
+        (gives(text for text in "abcdefgh"), TypeError, "`feedback_func` must give a list.*got generator"),
         (gives([None] * 5 + [4] + ["a"] * 2), TypeError, "`feedback_func` gave a int as the text of rollout 5"),
         (logs(["a"] * 3), ValueError, r"log_extra\('feedback', ...\)` gave 3 feedback texts, but there are 8"),
         (logs(["a"] * 3 + [1.5] + ["a"] * 4), TypeError, r"`log_extra\('feedback', ...\)` gave a float.*rollout 3"),
@@ -435,9 +453,8 @@ def test_a_template_that_refuses_two_user_turns_says_what_to_do(tmp_path):
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     options = {"data": tiny.prompts(2, chat=True), "trainer_processing_class": tokenizer}
-    trainer = tiny.trainer(tmp_path, tiny.telling(), reprompt_placement="append", **options)
     with pytest.raises(ValueError, match=r"roles must alternate.*`reprompt_placement='last_user'`"):
-        told_rows(trainer)
+        tiny.trainer(tmp_path, tiny.telling(), reprompt_placement="append", **options)
     assert all(
         hint.count("<|user|>") == 1 for *_, hint in told_rows(tiny.trainer(tmp_path, tiny.telling(), **options))
     )
@@ -556,12 +573,13 @@ def test_demonstrations_come_without_their_thinking(tmp_path, opened, parsed):
         assert "secret" not in hint and "never" not in hint
 
 
-def test_a_text_is_not_taken_for_thinking(tmp_path):
-    """Answers of a model that does not think, under a header that opened nothing."""
+@pytest.mark.parametrize("question", ["task", "first <think> so"])
+def test_a_text_is_not_taken_for_thinking(tmp_path, question):
+    """Answers of a model that does not think, under a header that opened nothing; also if the question is about it."""
     trainer = tiny.trainer(
         tmp_path,
         tiny.always,
-        data=tiny.prompts(2, chat=True),
+        data=Dataset.from_dict({"prompt": [[{"role": "user", "content": question}]] * 2}),
         trainer_rollout_func=tiny.scripted(["plain$", "other$"]),
     )
     for _, answer, hint in told_rows(trainer):

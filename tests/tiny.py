@@ -311,7 +311,10 @@ def assert_near(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 def training_logs(trainer: Any) -> list[dict[str, float]]:
     """The logs of the training steps, without the times and the summary at the end."""
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    return [{key: value for key, value in row.items() if key != "step_time"} for row in rows]
+    return [
+        {key: value for key, value in row.items() if key != "step_time" and not key.startswith("sdpo/time/")}
+        for row in rows
+    ]
 
 
 # `Trainer.train` collects garbage at its start; without this it walks through all that was imported, 0.3 s each time.

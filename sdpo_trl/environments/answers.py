@@ -34,20 +34,23 @@ def extract_code(text: str) -> str | None:
     The last fenced block of an answer, `None` if there is none; a block that never closes ends with the text.
 
     Thinking does not count. A fence is a line that starts with three backticks or more; the closing one has at least
-    as many and nothing behind.
+    as many and nothing behind. What a fence is indented by, as in a list, its lines are too, and lose it.
     """
     block: list[str] = []
     found: list[str] | None = None
-    fence = 0  # backticks of the open fence; 0: none is open
-    for line in without_thinking(text).split("\n"):
+    fence = indent = 0  # backticks of the open fence (0: none is open), and the white space before it
+    answer = without_thinking(text)
+    place = text.rfind(answer)
+    before = text[text.rfind("\n", 0, place) + 1 : place] if place > 0 else ""  # of the first line, which was stripped
+    for line in f"{before if before.isspace() else ''}{answer}".split("\n"):
         bare = line.strip()
         ticks = len(bare) - len(bare.lstrip("`"))
         if fence and ticks >= fence and ticks == len(bare):
             found, fence = block, 0
         elif not fence and ticks >= 3 and "`" not in bare[ticks:]:
-            block, fence = [], ticks
+            block, fence, indent = [], ticks, len(line) - len(line.lstrip())
         elif fence:
-            block.append(line)
+            block.append(line[min(indent, len(line) - len(line.lstrip())) :])
     if fence:
         found = block
     return None if found is None or not "".join(found).strip() else "\n".join(found) + "\n"
@@ -61,17 +64,18 @@ def same_number(expected: str, got: str, tolerance: float) -> bool:
         return True
     if _INTEGER.fullmatch(expected):
         return False
-    return math.isclose(float(expected), float(got), rel_tol=tolerance, abs_tol=tolerance)
+    a, b = float(expected), float(got)  # two numbers beyond the largest float are no closer for that
+    return math.isfinite(a) and math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
 
 
 def same_output(expected: str, got: str, tolerance: float = 1e-6) -> bool:
     """
     Whether a program printed what it should: line by line, token by token, white space aside.
 
-    Blank lines at the end do not count; elsewhere they do. Numbers with a point or an exponent may be off by
-    `tolerance`, relative or absolute; integers may be written as `7.0`, and nothing else.
+    Blank lines at the beginning and at the end do not count; between others they do. Numbers with a point or an
+    exponent may be off by `tolerance`, relative or absolute; integers may be written as `7.0`, and nothing else.
     """
-    wanted, had = ([line.split() for line in text.rstrip().splitlines()] for text in (expected, got))
+    wanted, had = ([line.split() for line in text.strip().splitlines()] for text in (expected, got))
     if len(wanted) != len(had):
         return False
     return all(

@@ -58,7 +58,7 @@ def decode_tests(text: str, largest: int = _LARGEST) -> list[dict[str, Any]]:
         `ValueError`: it is neither, or decompresses to more than `largest` bytes.
     """
     if text.lstrip().startswith("["):
-        return json.loads(text)
+        return _json_list(text)
     try:
         packed = base64.b64decode(text, validate=True)
         unpacker = zlib.decompressobj()
@@ -67,7 +67,17 @@ def decode_tests(text: str, largest: int = _LARGEST) -> list[dict[str, Any]]:
         raise ValueError(f"Test cases are neither a JSON list nor base64 of zlib: {text[:60]!r} ({error}).") from error
     if not unpacker.eof:
         raise ValueError(f"Test cases decompress to more than {largest} bytes, or are cut off. The row was not read.")
-    return json.loads(pickled_text(data))
+    return _json_list(pickled_text(data))
+
+
+def _json_list(text: str) -> list[dict[str, Any]]:
+    try:
+        tests = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"Test cases are nested too deeply to be read: {text[:60]!r}.") from error
+    if not isinstance(tests, list) or not all(isinstance(test, dict) for test in tests):
+        raise ValueError(f"Test cases must be a JSON list of objects, got {text[:60]!r}.")
+    return tests
 
 
 def _stdin_text(value: Any) -> str:
@@ -144,8 +154,20 @@ def code_row(row: dict[str, Any], *, public: int = 2, max_hidden: int | None = N
         scripts), `difficulty`.
 
     Raises:
-        `ValueError`: an unknown schema, or tests that cannot be read.
+        `ValueError`: an unknown schema, or tests that cannot be read; or a number of tests below 0.
     """
+    for name, value in (("public", public), ("max_hidden", max_hidden)):
+        if value is not None and value < 0:
+            raise ValueError(f"`{name}` must not be negative, got {value}.")
+    try:
+        return _row(row, public, max_hidden)
+    except (KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise ValueError(
+            f"A column is missing, empty or of another type ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _row(row: dict[str, Any], public: int, max_hidden: int | None) -> dict[str, Any]:
     if "public_test_cases" in row:
         name = _metadata(row).get("func_name")
         shown, first = _cases(decode_tests(row["public_test_cases"]), name)
@@ -224,8 +246,8 @@ def load_code(
     def convert(row: dict[str, Any], number: int) -> dict[str, Any]:
         try:
             made = code_row(row, public=public, max_hidden=max_hidden)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"Row {number} of {name}: {type(error).__name__}: {error}") from error
+        except ValueError as error:
+            raise ValueError(f"Row {number} of {name}: {error}") from error
         return {**made, "id": made["id"] or str(number)}
 
     if keep is not None:

@@ -7,6 +7,7 @@ nothing but the kind of the first failure, one of seven words.
 import json
 from typing import Any
 
+from ..reprompt import well_formed
 from .code_tests import Kind, Outcome, Verdict
 
 NO_CODE = (
@@ -29,7 +30,7 @@ _ESCAPES = {code: f"\\x{code:02x}" for code in [*range(32), *range(127, 160)] if
 
 def printable(text: str) -> str:
     """`text` as any tokenizer and file takes it: control characters and lone surrogates become escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\r\n", "\n").translate(_ESCAPES)
+    return well_formed(text).replace("\r\n", "\n").translate(_ESCAPES)
 
 
 def cut(text: str, characters: int, tail_share: float = 0.3) -> str:
@@ -49,7 +50,12 @@ def cut(text: str, characters: int, tail_share: float = 0.3) -> str:
 
 def shown(value: Any, is_call: bool) -> str:
     """A test's input or output as text: JSON for calls, the text itself for scripts."""
-    return printable(json.dumps(value, ensure_ascii=False) if is_call else str(value).rstrip("\n"))
+    if not is_call:
+        return printable(str(value).rstrip("\n"))
+    try:
+        return printable(json.dumps(value, ensure_ascii=False))
+    except RecursionError:  # it was read on a stack with more room
+        return "(a value nested too deeply to be shown)"
 
 
 def _sections(parts: list[tuple[str, str, float]], budget: int) -> str:

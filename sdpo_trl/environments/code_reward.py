@@ -107,7 +107,8 @@ class CodeReward:
             `ValueError`: a row has no tests, or they are malformed.
         """
         rows = list(zip(codes, public_tests, hidden_tests, functions, strict=True))
-        read = {key: read_tests(key) for row in rows for key in row[1:3] if isinstance(key, str)}
+        texts = {key for row in rows for key in row[1:3] if isinstance(key, str)}  # megabytes, alike within a group
+        read = {key: read_tests(key) for key in texts}
         jobs: dict[Any, tuple[str, list[CodeTest], list[CodeTest], str | None]] = {}
         keys: list[Any] = []
         for number, (code, public, hidden, function) in enumerate(rows):

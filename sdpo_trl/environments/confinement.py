@@ -20,8 +20,9 @@ _CLONE_NEW = 0x7E020000  # any CLONE_NEW* namespace
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in `struct seccomp_data`, little-endian
 
 # What no judged program needs and what would get around a limit or a namespace: memory that RLIMIT_AS does not count
-# (memfd, System V, message queues, keys), new namespaces, other processes' memory, sockets (AF_VSOCK and AF_ALG know
-# no network namespace; `socketpair`, which asyncio needs, is another call), and large kernel interfaces.
+# (memfd, System V, message queues, keys, socket options, which could make a socket's buffer megabytes large), new
+# namespaces, other processes' memory, sockets (AF_VSOCK and AF_ALG know no network namespace; `socketpair`, which
+# asyncio needs, is another call, allowed for AF_UNIX), and large kernel interfaces.
 _DENIED = {  # name: (x86-64, AArch64)
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
     "chroot": (161, 51), "fsopen": (430, 430), "fsmount": (432, 432), "open_tree": (428, 428),
@@ -33,10 +34,12 @@ _DENIED = {  # name: (x86-64, AArch64)
     "io_uring_setup": (425, 425), "fanotify_init": (300, 262), "kexec_load": (246, 104),
     "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "syslog": (103, 116), "quotactl": (179, 60),
-    "swapon": (167, 224), "acct": (163, 89),
+    "swapon": (167, 224), "acct": (163, 89), "setsockopt": (54, 208),
 }  # fmt: skip
 _MACHINES = {"x86_64": (0, 0xC000003E, 56, (57, 58)), "aarch64": (1, 0xC00000B7, 220, ())}  # audit arch, clone, forks
 _CLONE3 = 435
+_SOCKETPAIR = (53, 199)
+_AF_UNIX = 1
 
 
 def system_call_filter(forks: bool) -> bytes:
@@ -73,8 +76,13 @@ def system_call_filter(forks: bool) -> bytes:
     if not forks:
         for number in fork_calls:
             deny(number, _EAGAIN)
-    # `clone` comes last: after the load of its flags the accumulator no longer holds the call's number.
+    # These come last: after the load of an argument the accumulator no longer holds the call's number.
     lines += [
+        (_EQUAL, 0, 4, _SOCKETPAIR[column]),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT),
+        (_EQUAL, 1, 0, _AF_UNIX),
+        (_RETURN, 0, 0, _ERRNO | _EPERM),
+        (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 2, clone),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 1, 0, _CLONE_NEW) if forks else (_ANY_BIT, 0, 1, _CLONE_THREAD),
@@ -104,6 +112,19 @@ def _closed(folder: str) -> bool:
     return not all(os.stat(path).st_mode & 0o001 for path in (folder, *Path(folder).parents))
 
 
+def system_folders() -> list[str]:
+    """Bubblewrap's options that show the programs of the host and their libraries, read-only."""
+    line = ["--ro-bind", "/usr", "/usr"]
+    for folder in ("/bin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            line += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            line += ["--ro-bind", folder, folder]
+    if os.path.exists("/etc/ld.so.cache"):
+        line += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    return line
+
+
 def command(
     bwrap: str, python: str, disk_bytes: int, read_only: Sequence[str], filter_fd: int, info_fd: int
 ) -> list[str]:
@@ -130,15 +151,8 @@ def command(
     closed = [] if os.geteuid() else [root for root in roots if _closed(root)]
 
     line = [bwrap, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1", "--ro-bind", "/usr", "/usr"]
-    line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp"]
-    for folder in ("/bin", "/lib", "/lib64"):
-        if os.path.islink(folder):
-            line += ["--symlink", os.readlink(folder), folder]
-        elif os.path.isdir(folder):
-            line += ["--ro-bind", folder, folder]
-    if os.path.exists("/etc/ld.so.cache"):
-        line += ["--ro-bind", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    line += ["--hostname", "sandbox", "--die-with-parent", "--new-session", "--as-pid-1"]
+    line += ["--perms", "1777", "--size", str(disk_bytes), "--tmpfs", "/tmp", *system_folders()]
     for root in roots:
         source = f"/mnt/{closed.index(root)}" if root in closed else root
         for part in ("/bin", "/lib", "/lib64") if root == prefix else ("",):

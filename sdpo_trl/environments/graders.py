@@ -85,6 +85,8 @@ class ChoiceReward(Grader):
 
     def __init__(self, letters: Sequence[str] = "ABCD", show_answer: bool = False) -> None:
         super().__init__(show_answer)
+        if len(letters) < 2:
+            raise ValueError(f"`letters` must be at least two, got {letters!r}.")
         self.letters = tuple(letters)
         self._ask = (
             f"Write the letter of your choice, {', '.join(self.letters[:-1])} or {self.letters[-1]}, once and alone "
@@ -163,8 +165,13 @@ class ToolUseReward(Grader):
                 return [], f"There is no line `Action Input: ...` after `Action: {name[:80]}`."
             try:
                 value, _ = json.JSONDecoder().raw_decode(part[label.end() :].lstrip())
-            except (json.JSONDecodeError, RecursionError) as error:
-                return [], f"The input of the action {name[:80]} is not valid JSON ({type(error).__name__}: {error})."
+                if isinstance(value, dict):
+                    _inputs([(name, value)])  # what can just be read may be nested too deeply to be written again
+            except (ValueError, RecursionError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                if type(error) is ValueError:  # Python's own limit, of which it gives advice to a programmer
+                    reason = "a number has too many digits"
+                return [], f"The input of the action {name[:80]} is not valid JSON ({reason})."
             if not isinstance(value, dict):
                 return [], f"The input of the action {name[:80]} must be a JSON object."
             actions.append((name, value))
@@ -176,8 +183,11 @@ class ToolUseReward(Grader):
             if not isinstance(rows, list) or not rows:
                 raise TypeError("it holds no list of actions")
             steps = [(step["Action"], step["Action_Input"]) for step in rows]
-            return [(name, json.loads(value) if isinstance(value, str) else value) for name, value in steps]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            actions = [(name, json.loads(value) if isinstance(value, str) else value) for name, value in steps]
+            if not all(isinstance(value, dict) for _, value in actions):
+                raise TypeError("an action's input is no object")
+            return actions
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(
                 'The dataset\'s answer must be a JSON list of {"Action": ..., "Action_Input": ...}, got '
                 f"{answer!r:.120} ({type(error).__name__}: {error})."
@@ -197,13 +207,14 @@ class ToolUseReward(Grader):
         problems = []
         given, wanted = Counter(name for name, _ in actions), Counter(name for name, _ in expected)
         if given - wanted:
-            problems.append(f"Not called for: {', '.join(sorted((given - wanted).elements()))}.")
+            wrong = ", ".join(sorted((given - wanted).elements()))
+            problems.append(f"Not called for: {cut(wrong, QUOTED)}.")
         if wanted - given:
             problems.append("An action is missing.")
         had, needed = _inputs(actions), _inputs(expected)
         if had - needed:
-            wrong = (f"{key} = {value}" for key, value in sorted((had - needed).elements()))
-            problems.append(f"Wrong inputs: {cut('; '.join(wrong), QUOTED)}.")
+            wrong = "; ".join(f"{key} = {value}" for key, value in sorted((had - needed).elements()))
+            problems.append(f"Wrong inputs: {cut(wrong, QUOTED)}.")
         if sum((needed - had).values()) > sum((had - needed).values()):
             problems.append("An input is missing.")
         return self.failed(True, " ".join(problems), answer) if problems else Grade(True, True)

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ INSTRUCTIONS = (
     "name the idea that it misses. Do not give the solution: no corrected code, no final answer, no complete method. "
     "Write to the author of the answer, without praise and without headings."
 )
-_CODE = re.compile(r"^[ \t]*```[^\n]*\n.*?(?:^[ \t]*```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
+_LEFT_OUT = "(code left out)"
 
 
 @dataclass
@@ -127,7 +126,8 @@ class LLMFeedback:
 
     def wrap(self, reward: Callable[..., list[float]]) -> Callable[..., list[float]]:
         """The same reward function, whose feedback texts come here instead of to the trainer."""
-        if inspect.iscoroutinefunction(reward) or self._wrapped:
+        call = getattr(reward, "__call__", None)  # noqa: B004 - whether it is async, not whether it is there
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(call) or self._wrapped:
             raise TypeError("`wrap` takes one reward function, which is not async.")
         self._wrapped = True
 
@@ -141,10 +141,12 @@ class LLMFeedback:
                     log_extra(name, values)
 
             rewards = reward(*arguments, log_extra=keep, **columns)
+            kept = kept or [None] * len(rewards)  # it had nothing to say about any of them
             self._raw = check_texts(kept, len(rewards), "The wrapped reward's `log_extra('feedback', ...)`")
             return rewards
 
-        functools.update_wrapper(wrapped, reward, assigned=("__name__", "__doc__"), updated=())
+        # Also whether it must be called in the main thread, see `reward_timeout`.
+        functools.update_wrapper(wrapped, reward, assigned=("__name__", "__doc__", "limits_itself"), updated=())
         return wrapped
 
     async def __call__(
@@ -184,7 +186,8 @@ class LLMFeedback:
             )
             reply = await asyncio.wait_for(ask, self.total_seconds)
             text = self._text(reply)
-        except (self._openai.OpenAIError, asyncio.TimeoutError, ValueError) as problem:  # ValueError: not even JSON
+        # ValueError: not even JSON, or of another shape; a RecursionError comes from JSON of too many brackets.
+        except (self._openai.OpenAIError, asyncio.TimeoutError, ValueError, RecursionError) as problem:
             refused = (self._openai.AuthenticationError, self._openai.PermissionDeniedError,
                        self._openai.NotFoundError, self._openai.BadRequestError)  # fmt: skip
             if isinstance(problem, refused) and not self.costs.explained:
@@ -210,9 +213,40 @@ class LLMFeedback:
         """What the model wrote, without code blocks: they would be the solution that it was told to leave out."""
         if not isinstance(reply, self._openai.types.chat.ChatCompletion):
             raise ValueError("the endpoint's reply is no chat completion")
-        if reply.usage is not None:
-            self.costs.prompt_tokens += reply.usage.prompt_tokens
-            self.costs.completion_tokens += reply.usage.completion_tokens
-        content = reply.choices[0].message.content if reply.choices else None
-        text = _CODE.sub("(code left out)\n", content or "").strip()
-        return cut(printable(text), self.characters) if text.replace("(code left out)", "").strip() else None
+        try:  # the client library checks no fields, and not every server keeps to their types
+            reply = reply.model_dump(mode="python", warnings=False)
+            usage = reply.get("usage") or {}
+            tokens = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+            content = reply["choices"][0]["message"]["content"] if reply.get("choices") else None
+            text = without_code(message_text(content)).strip()
+            self.costs.prompt_tokens += int(tokens[0])
+            self.costs.completion_tokens += int(tokens[1])
+        except (AttributeError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"the endpoint's reply is no chat completion ({type(error).__name__}: {error})"
+            ) from error
+        return cut(printable(text), self.characters) if text.replace(_LEFT_OUT, "").strip() else None
+
+
+def without_code(text: str) -> str:
+    """
+    `text` without its fenced blocks, also in lists and quotes or opened behind words, each replaced by a remark; one
+    that never closes ends with the text.
+    """
+    kept: list[str] = []
+    fence = ""  # the one that is open
+    for line in text.splitlines():
+        bare = line.strip(" \t>")
+        if fence:
+            if bare.startswith(fence) and not bare.strip(fence[0]):
+                fence = ""
+            continue
+        mark = max(("```", "~~~"), key=line.rfind)
+        before, _, behind = line.rpartition(mark)
+        if mark not in line or mark[0] in behind or mark in before:  # none, or code within a line
+            kept.append(line)
+            continue
+        words = before.rstrip(mark[0])
+        fence = (len(before) - len(words)) * mark[0] + mark
+        kept.append(f"{words}{_LEFT_OUT}")
+    return "\n".join(kept)

@@ -3,6 +3,7 @@
 Knows: boxes, time limits, what to say about a failure. Deliberately does not know: how two expressions are compared.
 """
 
+import re
 import threading
 from functools import cached_property
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 from .code_feedback import cut
 from .graders import QUOTED, Grade, Grader
 
+_BRACES = re.compile(r"\\boxed\{|\\(?!\\boxed\{).|[{}]", re.DOTALL)
+
 
 class MathReward(Grader):
     r"""
     Mathematics: the last `\boxed{...}` against the right answer, by `math-verify` (an extra: `sdpo-trl[math]`).
 
-    The column `answer` holds the right answer as LaTeX, with or without dollar signs or a box.
+    The column `answer` holds the right answer as a number or as LaTeX, with or without dollar signs or a box.
 
     Args:
         show_answer (`bool`): Put the right answer into the feedback.
@@ -53,19 +56,23 @@ class MathReward(Grader):
         return self._library.parse(f"\\boxed{{{latex}}}", parsing_timeout=self.timeout_seconds)
 
     def _right(self, answer: str) -> list[Any]:
+        if not isinstance(answer, str):
+            raise ValueError(f"The dataset's answer must be a text or a number, got {answer!r:.120}.")
         if answer not in self._known:
             self._known[answer] = self._parse(boxed(answer) or answer.strip().strip("$"))
             if not self._known[answer]:
                 raise ValueError(f"math-verify cannot read the dataset's answer {answer!r:.120}. Drop such rows.")
         return self._known[answer]
 
-    def grade(self, text: str, answer: str) -> Grade:
+    def grade(self, text: str, answer: "str | float") -> Grade:
         """
         Judge one answer.
 
         Raises:
             `ValueError`: the dataset's answer cannot be read.
         """
+        if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+            answer = str(answer)
         right, content = self._right(answer), boxed(text)
         if content is None:
             return self.failed(False, r"There is no \boxed{...}. Write your final answer in one.", answer)
@@ -80,13 +87,15 @@ class MathReward(Grader):
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last closed `\boxed{...}` holds, braces in it balanced; `None` if there is none or it is empty."""
-    start = text.rfind("\\boxed{")
-    while start >= 0:
-        depth = 0
-        for index in range(start + len("\\boxed"), len(text)):
-            depth += (text[index] == "{") - (text[index] == "}")
-            if depth == 0:
-                return text[start + len("\\boxed{") : index].strip() or None
-        start = text.rfind("\\boxed{", 0, start)
-    return None
+    r"""
+    What the last closed `\boxed{...}` holds, braces in it balanced (`\{` and `\}` are none); `None` if there is none
+    or it is empty.
+    """
+    opened: list[int] = []  # of braces, where what they hold begins; those of boxes as they are, the others negative
+    last = (-1, -1)
+    for found in _BRACES.finditer(text):
+        if found[0] in ("{", "\\boxed{"):
+            opened.append(found.end() if len(found[0]) > 1 else -1)
+        elif found[0] == "}" and opened:
+            last = max(last, (opened.pop(), found.start()))
+    return text[last[0] : last[1]].strip() or None if last[0] >= 0 else None

@@ -1,6 +1,7 @@
 """The online session: a person (or a program) denies what a local model did, it learns at once, and tries again."""
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .journal import journal_rows, read_journal
 from .records import (
@@ -15,6 +16,18 @@ from .records import (
     TokenChange,
 )
 
+if TYPE_CHECKING:
+    from .config import online_config
+    from .session import OnlineSession
+    from .tools import workspace_tools
+    from .trainer import OnlineTrainer
+
+_LATER = {
+    "OnlineSession": "session",
+    "OnlineTrainer": "trainer",
+    "online_config": "config",
+    "workspace_tools": "tools",
+}
 __all__ = [
     "Attempt",
     "AttemptChange",
@@ -30,23 +43,14 @@ __all__ = [
     "journal_rows",
     "online_config",
     "read_journal",
+    "workspace_tools",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """TRL is imported when a session is asked for; records and journals do not need it."""
-    if name == "OnlineSession":
-        from .session import OnlineSession
-
-        return OnlineSession
-    if name == "OnlineTrainer":
-        from .trainer import OnlineTrainer
-
-        return OnlineTrainer
-    if name == "online_config":
-        from .config import online_config
-
-        return online_config
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,4 +1,4 @@
-"""See what the teacher saw: heat maps of tokens, in training, from a completions table, or for what is typed in.
+"""See what the teacher saw, and how a run goes: heat maps of tokens, and a run's folder as one page.
 
 Imports the core; nothing in the core imports it.
 """
@@ -10,12 +10,17 @@ from .record import Candidate, Heatmap, RolloutView, TokenValues, TokenView
 if TYPE_CHECKING:
     from .callback import TokenHeatmapCallback
     from .rescore import Rescorer, scoring_config
+    from .run import RunRecord, read_run
+    from .run_page import run_report
     from .table import read_table, table_heatmap
 
 _LATER = {
     "TokenHeatmapCallback": "callback",
     "Rescorer": "rescore",
     "scoring_config": "rescore",
+    "RunRecord": "run",
+    "read_run": "run",
+    "run_report": "run_page",
     "read_table": "table",
     "table_heatmap": "table",
 }
@@ -24,10 +29,13 @@ __all__ = [
     "Heatmap",
     "Rescorer",
     "RolloutView",
+    "RunRecord",
     "TokenHeatmapCallback",
     "TokenValues",
     "TokenView",
+    "read_run",
     "read_table",
+    "run_report",
     "scoring_config",
     "table_heatmap",
 ]

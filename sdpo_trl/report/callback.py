@@ -13,9 +13,12 @@ import torch
 from ..callbacks import RolloutWatcher
 from ..config import SDPOConfig
 from ..divergence import DivergenceSpec
+from ..feedback_sources import shown_feedback
 from ..heads import MixedHead, TokenHead, predicting
 from ..rollouts import Rollouts, weighted_rewards
 from .record import Heatmap, RolloutView, TokenValues
+from .rollouts import HEATMAPS, note_page
+from .table import TableRow
 from .trackers import log_page
 from .values import TokenTexts, describe, take_tokens, token_values, token_views
 
@@ -148,12 +151,14 @@ class TokenHeatmapCallback(RolloutWatcher):
         if not self._scored:
             return
         heatmap = self._heatmap(state.global_step)
-        folder = Path(args.output_dir) / "heatmaps" if self._folder is None else Path(self._folder)
+        folder = Path(args.output_dir) / HEATMAPS if self._folder is None else Path(self._folder)
         path = folder / f"step_{state.global_step:06d}.html"
         page = heatmap.html()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(page, encoding="utf-8")
+            rows = zip(self._shown_rows(), heatmap.rollouts, strict=True)
+            note_page(path, state.global_step, [self._table_row(row, view) for row, view in rows])
         except OSError as error:  # a full disk is no reason to end a run
             logger.warning(f"SDPO: the heat map of step {state.global_step} was not written: {error}")
         log_page(page, args.report_to)
@@ -163,13 +168,23 @@ class TokenHeatmapCallback(RolloutWatcher):
     def on_train_end(self, args, state, control, **kwargs):
         self._batch = self._texts = None
 
-    def _heatmap(self, step: int) -> Heatmap:
+    def _shown_rows(self) -> list[int]:
         batch = self._batch
         siblings = [
             row for row in range(len(batch.rollouts.prompts))
             if batch.group(row) == self._group and row not in self._scored
         ]  # fmt: skip
-        rows = sorted([*self._scored, *siblings[: self._rollouts - len(self._scored)]])
+        return sorted([*self._scored, *siblings[: self._rollouts - len(self._scored)]])
+
+    def _table_row(self, row: int, view: RolloutView) -> TableRow:
+        rollouts = self._batch.rollouts
+        return TableRow(
+            rollouts.prompts[row], rollouts.completions[row], view.feedback, view.teacher_prompt, view.rewards,
+            view.advantage, None,
+        )  # fmt: skip
+
+    def _heatmap(self, step: int) -> Heatmap:
+        batch, rows = self._batch, self._shown_rows()
         trainer = batch.trainer
         settings = {"Step": str(step), **describe(self._spec, trainer.temperature)}
         itself = trainer._teacher_pass.reads_student
@@ -203,7 +218,7 @@ class TokenHeatmapCallback(RolloutWatcher):
         return RolloutView(
             name=f"Rollout {(batch.first + row) % batch.group_size + 1}",
             tokens=token_views(ids, observed, self._scored.get(row, {}), self._texts),
-            feedback=batch.rollouts.feedback[row],
+            feedback=shown_feedback(batch.rollouts.feedback[row], batch.rollouts.turns[row]),
             teacher_prompt=teacher_prompt,
             reward=total.item(),
             rewards=dict(zip(batch.trainer.reward_func_names, rewards.tolist(), strict=True)),

@@ -93,15 +93,15 @@ def render(heatmap: Heatmap) -> str:
         "divergence": scale_of([value.divergence for value in values]),
         "ratio": scale_of([value.log_ratio for value in values]),
     }
-    style, script = _asset("heatmap.css"), _asset("heatmap.js")
-    return _environment().get_template("heatmap.html.jinja").render(
+    style, script = asset("heatmap.css"), asset("heatmap.js")
+    return environment().get_template("heatmap.html.jinja").render(
         heatmap=heatmap,
         rollouts=[_rollout(rollout, scales) for rollout in heatmap.rollouts],
         scales=scales,
         levels=LEVELS,
         style=Markup(style),
         script=Markup(script),
-        policy=f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; base-uri 'none'; "
+        policy=f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'; "
         "form-action 'none'",
         data=Markup(_data(heatmap)),
     )  # fmt: skip
@@ -115,18 +115,21 @@ def framed(page: str, title: str, height: int = 640) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of the templates."""
     return resources.files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def _digest(text: str) -> str:
+def digest(text: str) -> str:
+    """How a content security policy names a style or a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 @cache
-def _environment() -> jinja2.Environment:
+def environment() -> jinja2.Environment:
+    """The template engine, which escapes all that is put in, with the filters above."""
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset),
+        loader=jinja2.FunctionLoader(asset),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -173,7 +176,7 @@ def _classes(token: TokenView, scales: dict[str, float]) -> str:
 
 
 def _data(heatmap: Heatmap) -> str:
-    """What the script reads: texts by token id, then numbers; as JSON that no HTML parser can be ended by."""
+    """What the script reads: texts by token id, then numbers."""
     texts: dict[int, str] = {}
 
     def top(candidates: Sequence[Candidate]) -> list[list[float]]:
@@ -191,7 +194,12 @@ def _data(heatmap: Heatmap) -> str:
         return [token.id, token.role, *map(_short, numbers), top(v.student_top), top(v.teacher_top)]
 
     rollouts = [[row(token) for token in rollout.tokens] for rollout in heatmap.rollouts]
-    data = json.dumps({"texts": texts, "rollouts": rollouts}, allow_nan=False, separators=(",", ":"))
+    return embedded({"texts": texts, "rollouts": rollouts})
+
+
+def embedded(data: Any) -> str:
+    """JSON that no HTML parser can be ended by."""
+    data = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         data = data.replace(character, f"\\u{ord(character):04x}")
     return data

@@ -5,6 +5,7 @@ Knows: `SDPOTrainer`, whose own path it runs once without training. Deliberately
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trl.trainer.utils import create_model_from_path
 
 from ..config import SDPOConfig
 from ..heads import predicting
-from ..reprompt import Hint, Prompt
+from ..reprompt import Hint, Prompt, well_formed
 from ..teacher import evaluation_mode
 from ..trainer import SDPOTrainer
 from .record import Heatmap, RolloutView
@@ -82,6 +83,8 @@ class Rescorer:
         args: SDPOConfig | None = None,
         topk: int = 10,
     ) -> None:
+        if topk < 1:
+            raise ValueError(f"`topk` must be at least 1, got {topk}.")
         if args is None:  # an external teacher never moves, so its kind stays at the default
             kind = {} if teacher_model is None else {"teacher_model_kind": SDPOConfig.teacher_model_kind}
             args = scoring_config(**kind)
@@ -109,7 +112,7 @@ class Rescorer:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """What the student reads, special tokens included."""
-        return self._texts.text(self.trainer._tokenize_prompts([prompt])[0][0])
+        return self._texts.text(self.trainer._tokenize_prompts([well_formed(prompt)])[0][0])
 
     @torch.no_grad()
     def sample(self, prompt: Prompt) -> list[int]:
@@ -144,6 +147,9 @@ class Rescorer:
         Raises:
             `ValueError`: the answer is empty, or the teacher's prompt has no room for the hint.
         """
+        prompt, teacher_prompt = well_formed(prompt), well_formed(teacher_prompt)
+        if hint is not None:
+            hint = replace(hint, solution=well_formed(hint.solution), feedback=well_formed(hint.feedback))
         ids, observed = self._answer(prompt, answer)
         if not ids:
             raise ValueError("The answer is empty: there is no token to look at. Give another `answer`.")
@@ -191,7 +197,7 @@ class Rescorer:
             return ids, [False] * len(ids)
         ids, observed = [], []
         for text, by_tool in [(answer, False)] if isinstance(answer, str) else answer:
-            part = self.trainer._tokenizer(text, add_special_tokens=False)["input_ids"]
+            part = self.trainer._tokenizer(well_formed(text), add_special_tokens=False)["input_ids"]
             ids += part
             observed += [by_tool] * len(part)
         return ids, observed

@@ -3,15 +3,20 @@
 Knows: the columns. Deliberately does not know: HTML.
 """
 
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from ..reprompt import Hint, Prompt, completion_text, message_text
 from .record import Heatmap, RolloutView
-from .rescore import Rescorer
+
+if TYPE_CHECKING:
+    from .rescore import Rescorer
 
 _TEXTS = ("step", "prompt", "completion", "feedback", "teacher_prompt", "advantage")
 
@@ -65,11 +70,16 @@ def read_table(table: "str | Path | pd.DataFrame") -> list[TableRow]:
             _text(row.get("feedback")),
             _text(row.get("teacher_prompt")),
             {name: float(row[name]) for name in numeric},
-            float(row["advantage"]) if "advantage" in row else None,
-            int(row["step"]) if "step" in row else None,
+            float(row["advantage"]) if _is_there(row.get("advantage")) else None,
+            int(row["step"]) if _is_there(row.get("step")) else None,
         )
         for row in frame.to_dict("records")
     ]
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a cell holds something: pandas writes NaN where there is nothing."""
+    return value is not None and value == value
 
 
 def _text(value: Any) -> str | None:
@@ -80,17 +90,29 @@ def _messages(value: Any) -> Prompt:
     """Text as it is; messages as lists and dictionaries again, without the empty keys that a table fills in."""
     if isinstance(value, str):
         return value
+    if isinstance(value, float) or value is None:
+        return ""  # an empty cell
     return [_plain(message) for message in value]
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(_read(key, item)) for key, item in value.items() if item is not None}
     return value if isinstance(value, str) or not hasattr(value, "__iter__") else [_plain(item) for item in value]
 
 
+def _read(key: str, value: Any) -> Any:
+    """The arguments of a call, which a table holds as JSON text."""
+    if key != "arguments" or not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
 def table_heatmap(
-    table: "str | Path | pd.DataFrame", scorer: Rescorer, *, prompt: int = 0, rollouts: int | None = None
+    table: "str | Path | pd.DataFrame", scorer: "Rescorer", *, prompt: int = 0, rollouts: int | None = None
 ) -> Heatmap:
     """
     Score the rollouts of one prompt again.
@@ -107,8 +129,10 @@ def table_heatmap(
 
     Raises:
         `IndexError`: the table has fewer prompts.
-        `ValueError`: the prompt's answers are all empty.
+        `ValueError`: the prompt's answers are all empty, or `rollouts` is below 1.
     """
+    if rollouts is not None and rollouts < 1:
+        raise ValueError(f"`rollouts` must be at least 1, got {rollouts}.")
     groups: dict[str, list[TableRow]] = {}
     everything = read_table(table)
     asked = any(row.teacher_prompt is not None for row in everything)
@@ -116,20 +140,35 @@ def table_heatmap(
         groups.setdefault(repr(row.prompt), []).append(row)
     if not 0 <= prompt < len(groups):
         raise IndexError(f"The table has {len(groups)} prompts, so there is no number {prompt}. Count from 0.")
-    rows = list(groups.values())[prompt][:rollouts]
-    views = [
-        _view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows) if completion_text(row.completion)
-    ]
-    if not views:
+    rows = [row for row in list(groups.values())[prompt][:rollouts] if completion_text(row.completion)]
+    if not rows:
         raise ValueError(f"All answers to prompt {prompt} are empty. Choose another `prompt`.")
+    return rows_heatmap(rows, scorer, asked=asked)
+
+
+def rows_heatmap(rows: Sequence[TableRow], scorer: "Rescorer", *, asked: bool) -> Heatmap:
+    """
+    Score rollouts of one prompt again.
+
+    Args:
+        rows (`Sequence[TableRow]`): At least one, with answers that are not empty.
+        scorer ([`Rescorer`]): With the model to look through.
+        asked (`bool`): Whether the table holds teachers' prompts: then a rollout without one is not scored.
+    """
+    views = tuple(_view(scorer, row, asked, f"Rollout {i + 1}") for i, row in enumerate(rows))
     settings = dict(scorer.settings)
     if rows[0].step is not None:
         settings = {"Logged at step": str(rows[0].step), **settings}
     notes = ["Scored again from a table of texts: tokens may be cut differently than they were sampled."]
-    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), tuple(views), settings, tuple(notes))
+    if any(re.search(r"^\[turn \d+\] ", row.feedback or "", re.MULTILINE) for row in rows):
+        notes.append(
+            "Some feedback is about single turns. In training, what was told where a later turn begins stood between "
+            "the turns; here, the teacher did not read it there."
+        )
+    return Heatmap("Token heat map", scorer.prompt_text(rows[0].prompt), views, settings, tuple(notes))
 
 
-def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutView:
+def _view(scorer: "Rescorer", row: TableRow, asked: bool, name: str) -> RolloutView:
     return scorer.rollout(
         row.prompt,
         None if asked or row.feedback is None else Hint(feedback=row.feedback),
@@ -143,7 +182,7 @@ def _view(scorer: Rescorer, row: TableRow, asked: bool, name: str) -> RolloutVie
     )
 
 
-def _parts(scorer: Rescorer, row: TableRow) -> "str | list[tuple[str, bool]]":
+def _parts(scorer: "Rescorer", row: TableRow) -> "str | list[tuple[str, bool]]":
     """The answer; of several messages, what the chat template makes of them, with who wrote each part."""
     if isinstance(row.completion, str):
         return row.completion

@@ -30,8 +30,17 @@ class TokenTexts:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         # Some tokenizers drop the space before the first word, so a token is decoded behind another one.
-        self._anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
+        self._anchor = self._any_letter()
         self._known: dict[int, str] = {}
+
+    def _any_letter(self) -> list[int]:
+        """A token that is plain text: taken from the vocabulary, since not every tokenizer can encode every letter."""
+        special = set(self._tokenizer.all_special_ids)
+        for index in range(len(self._tokenizer)):
+            text = self._decode([[index]])[0]
+            if index not in special and text.isascii() and text.isalnum():
+                return [index]
+        return []
 
     def of(self, ids: Iterable[int]) -> dict[int, str]:
         """The texts of these ids (and perhaps of more); an id without a token is shown as its number."""

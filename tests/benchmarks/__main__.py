@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: `python tests/benchmarks [--quick] [--out FOLDER]`. The machine must be idle.
 
-`--quick` (about 15 minutes) measures what the README quotes of the loss and the step; in full it takes hours.
+`--quick` (about 15 minutes) measures what docs/speed.md quotes of the loss and the step; in full it takes hours.
 """
 
 import argparse

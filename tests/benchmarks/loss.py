@@ -152,7 +152,7 @@ def rounds_for(case) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only the cases that the README quotes")
+    parser.add_argument("--quick", action="store_true", help="only the cases that docs/speed.md quotes")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--only", nargs="+", metavar="N:V", help="only these sizes, say 16384:49152")
     parser.add_argument("--seconds", type=float, default=60.0, help="leave out cases whose products alone take longer")
