@@ -35,7 +35,7 @@ def online_config(output_dir: str = "runs/online", **options: Any) -> SDPOConfig
     where there is no accelerator.
 
     Args:
-        output_dir (`str`, *optional*): Of what the trainer itself writes; nothing by default.
+        output_dir (`str`, *optional*): Of what the trainer itself writes; its run log alone by default.
         options: Any fields of [`SDPOConfig`].
     """
     accelerated = torch.accelerator.is_available()
