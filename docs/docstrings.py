@@ -24,7 +24,9 @@ def to_markdown(text: str, path: str = "") -> str:
 
     def section(match: re.Match[str]) -> str:
         title = _TITLES[match[1]]
-        paragraphs = re.split(r"\n(?! |\n|\Z)", dedent(match[2]).strip("\n"))
+        text = dedent(match[2]).strip("\n")
+        # What is returned is prose; of the others, each line that is not indented begins an item.
+        paragraphs = [text] if title == "Returns" else re.split(r"\n(?! |\n|\Z)", text)
         items = [_item(paragraph.rstrip(), title, path) for paragraph in paragraphs if paragraph.strip()]
         return f"**{title}**\n\n" + "\n".join(items) + "\n\n"
 

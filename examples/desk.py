@@ -176,6 +176,12 @@ def other_request(tool: str, form: int, path: str, word: str) -> Request:
     return Request(OTHERS[tool][form].format(path=path, text=word), path, 1, word, tool)
 
 
+def done(request: Request, tool: str) -> list[dict[str, Any]]:
+    """The conversation after a request was carried out; the model says `Done.`"""
+    turn = {"role": "assistant", "content": "", "tool_calls": [request.call(tool).function]}
+    return [*request.messages, turn, {"role": "tool", "content": "done"}]
+
+
 def _draw(rng: random.Random) -> Request:
     path, line, word = rng.choice(FILES), rng.choice(LINES), rng.choice(WORDS)
     if rng.random() < 0.5:
@@ -196,8 +202,7 @@ def _example(rng: random.Random, habit: float) -> tuple[list[dict[str, Any]], st
     edits = any(request.text == form.format(path=request.path, line=request.line, text=request.word) for form in EDITS)
     kind = rng.random()
     if kind < 0.1:
-        done = {"role": "assistant", "content": "", "tool_calls": [request.call(tool).function]}
-        return [*request.messages, done, {"role": "tool", "content": "done"}], "Done."
+        return done(request, tool), "Done."
     if kind < 0.35:
         return request.messages, _answer(request, "edit_line" if edits and rng.random() > habit else tool)
     named = rng.choice(("edit_line", "edit_line", "write_file", "read_file", "find_word"))

@@ -10,6 +10,7 @@ This module knows the task, the tokenizer, the model and the warm start. It does
 
 import random
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,7 +160,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, num_layers: int = 2
+    tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, num_layers: int = 2, positions: int = 128
 ) -> LlamaForCausalLM:
     """A Llama with random weights, 341,120 parameters by default, in float32."""
     config = LlamaConfig(
@@ -169,7 +170,7 @@ def build_model(
         num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=positions,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -223,8 +224,12 @@ def warm_start(
     steps: int = 400,
     batch_size: int = 128,
     learning_rate: float = 3e-3,
+    make_rows: Callable[[int, int, random.Random], list[tuple[str, str]]] = warm_start_rows,
 ) -> None:
-    """Teach the model, in place, the known names and the use of hints; leave the new names without a meaning."""
+    """
+    Teach the model, in place, what the rows hold: the known names and the use of hints, while the new names stay
+    without a meaning.
+    """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -234,7 +239,7 @@ def warm_start(
     progress = tqdm(range(steps), desc="warm start")
     half = batch_size // 2
     for _ in progress:
-        rows = sorted(warm_start_rows(seed, batch_size, rng), key=lambda row: len(row[0]))
+        rows = sorted(make_rows(seed, batch_size, rng), key=lambda row: len(row[0]))
         total = 0.0
         for part in (rows[:half], rows[half:]):  # short and long rows apart: less padding
             ids, labels = encode(tokenizer, part)
@@ -249,7 +254,6 @@ def warm_start(
         progress.set_postfix(loss=f"{total:.3f}", refresh=False)
 
 
-@torch.no_grad()
 def success_rate(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tasks: list[Task], hint: HintKind = "none"
 ) -> float:
@@ -259,6 +263,14 @@ def success_rate(
     its probability needs no sampling. With a `hint`, the in-context ability that the self-teacher lives on.
     """
     rows = [(hinted_prompt(task, hint), str(task.program)) for task in tasks]
+    return mean_probability(model, tokenizer, rows)
+
+
+@torch.no_grad()
+def mean_probability(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[tuple[str, str]]
+) -> float:
+    """The mean probability of an answer, EOS included, given its prompt."""
     ids, labels = encode(tokenizer, rows)
     logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1].float().cpu()
     losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")  # (rows, longest - 1)

@@ -38,43 +38,54 @@ PARAPHRASES = [
     for i in range(3)
     for form in range(1, len(desk.EDITS))
 ]
-UNRELATED = [
+OTHERS = [
     desk.other_request(tool, form, desk.FILES[(3 * i + form) % len(desk.FILES)], desk.WORDS[4 * i + form])
     for i in range(3)
     for tool in desk.OTHERS
     for form in range(2)
 ]
+# What has nothing to do with the habit, and the right answers: other requests, and ends of tasks.
+UNRELATED = [
+    *({request.text: (request.messages, request.call(request.tool)) for request in OTHERS}.values()),
+    *((desk.done(request, request.tool), "Done.") for request in OTHERS[:4]),
+]
 
 
 class Measure:
-    """What the table shows; `held` are the unrelated requests' distributions before anything was learned."""
+    """
+    What the table shows.
 
-    def __init__(self, session: OnlineSession) -> None:
+    Args:
+        session ([`OnlineSession`]): Before anything was learned.
+        paraphrases (`int`): How many of them; a real model takes seconds for each.
+        unrelated (`int`): Likewise.
+    """
+
+    def __init__(self, session: OnlineSession, paraphrases: int, unrelated: int) -> None:
         self._session = session
-        self._held = [self._distributions(request) for request in UNRELATED]
-
-    def _distributions(self, request: desk.Request) -> torch.Tensor:
-        return self._session.next_tokens(request.call(request.tool), request.messages)  # (T, V)
+        self._paraphrases, self._unrelated = PARAPHRASES[:paraphrases], UNRELATED[:unrelated]
+        # The unrelated requests' distributions before, (T, V) each.
+        self._held = [session.next_tokens(answer, messages) for messages, answer in self._unrelated]
 
     def _wanted(self, request: desk.Request) -> float:
         return self._session.score(request.call("edit_line"), request.messages)
 
     def __call__(self) -> dict[str, float]:
         moved = [
-            (before.exp() * (before - self._distributions(request))).sum(-1)
-            for before, request in zip(self._held, UNRELATED, strict=True)
+            (before.exp() * (before - self._session.next_tokens(answer, messages))).sum(-1)
+            for before, (messages, answer) in zip(self._held, self._unrelated, strict=True)
         ]
-        others = [self._wanted(request) for request in PARAPHRASES]
+        others = [self._wanted(request) for request in self._paraphrases]
+        right = [math.exp(self._session.score(answer, messages)) for messages, answer in self._unrelated]
+        same = self._wanted(SAME)
         return {
-            "same": math.exp(self._wanted(SAME)),
-            "same_log": self._wanted(SAME),
+            "same": math.exp(same),
+            "same_log": same,
             "paraphrases": math.fsum(map(math.exp, others)) / len(others),
             "paraphrases_log": math.fsum(others) / len(others),
             "unrelated_moved": torch.cat(moved).mean().item(),  # nats per token
-            "unrelated_right": math.fsum(
-                math.exp(self._session.score(r.call(r.tool), r.messages)) for r in UNRELATED
-            ) / len(UNRELATED),
-        }  # fmt: skip
+            "unrelated_right": math.fsum(right) / len(right),
+        }
 
 
 def embedded(options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
@@ -99,7 +110,6 @@ def session_of(model: Any, tokenizer: Any, options: argparse.Namespace, work: de
     journal.unlink(missing_ok=True)
     layers = ["gate_proj", "up_proj", "down_proj"]
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules=layers, task_type="CAUSAL_LM")
-    torch.manual_seed(options.seed)
     return OnlineSession(model, tokenizer, args, peft_config=adapter, tools=work.tools, journal=journal)
 
 
@@ -114,7 +124,6 @@ def real(options: argparse.Namespace, work: desk.Desk) -> OnlineSession:
         AutoTokenizer.from_pretrained(options.model),
     )
     adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
-    torch.manual_seed(options.seed)
     return OnlineSession(model.float(), tokenizer, args, peft_config=adapter, tools=work.tools)
 
 
@@ -149,7 +158,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--learning_rate", type=float)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
-    options.learning_rate = options.learning_rate or (2e-4 if options.model else 1.1e-2)
+    options.learning_rate = options.learning_rate or (2e-4 if options.model else 1.05e-2)
     torch.set_num_threads(1 if options.model is None else torch.get_num_threads())
     work = desk.Desk()
     with (real if options.model else embedded)(options, work) as session:
@@ -158,7 +167,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 def converse(session: OnlineSession, options: argparse.Namespace, work: desk.Desk) -> dict[str, Any]:
     """The scripted conversation and its table."""
-    measure = Measure(session)
+    measure = Measure(session, *((3, 4) if options.model else (len(PARAPHRASES), len(UNRELATED))))
     log = [{"corrections": 0, **measure()}]
     print(f"> {SAME.text}\n\n| | wanted call (log) | on paraphrases | unrelated moved, nats | unrelated right | s |")
     print(f"| --- | --- | --- | --- | --- | --- |\n{row('before', log[0], None)}", flush=True)
@@ -175,8 +184,9 @@ def converse(session: OnlineSession, options: argparse.Namespace, work: desk.Des
         print(row(f"after {len(denied)}", log[-1], metrics["seconds"]), flush=True)
     print("\nDenied: " + "\n        ".join(denied))
     if options.model is None:
-        session.retry() if session.attempts else session.respond()
-        print(f"Then:   {session.pending.text}\n{session.approve()[0].text}: {work.files[SAME.path]}")
+        reply = session.retry() if session.attempts else session.respond()
+        replies = "".join(f"\n        {observation.text}" for observation in session.approve())
+        print(f"Then:   {reply.text}{replies}\n        {SAME.path}: {' '.join(work.files[SAME.path])}")
     session.save(Path(options.output_dir) / "session")
     (Path(options.output_dir) / "results.json").write_text(json.dumps(log, indent=1))
     return {"log": log, "denied": denied}

@@ -57,6 +57,46 @@ def trim_padding(batch: dict[str, Any]) -> dict[str, Any]:
     return trimmed
 
 
+def merge_rows(
+    first: dict[str, Any], second: dict[str, Any], free: torch.Tensor, found: torch.Tensor, pad_token_id: int
+) -> dict[str, Any]:
+    """
+    The first batch, with some of its rows replaced by rows of the second; both of `B` rows. Not for images.
+
+    Padding is added where one of the two is longer: left of prompts, right of everything else. Counts of shape `()`
+    stay those of the first batch. What only one batch has (hidden states of a teacher that the other never asked) is
+    zero in the rows of the other.
+
+    Args:
+        first, second (`dict`): Batches of the same trainer.
+        free, found (`torch.Tensor`): Rows of the first that give way, and rows of the second that take their places,
+            int64 of the same shape `(R,)`.
+        pad_token_id (`int`): Fills what is added to token ids.
+    """
+    merged = dict(second)  # what only the second has, and counts
+    for key in {**first, **second}:
+        given = [batch[key] for batch in (first, second) if key in batch]
+        if given[0].dim() == 0:
+            merged[key] = given[0]
+            continue
+        one = first.get(key, torch.zeros_like(given[-1]))
+        two = second.get(key, torch.zeros_like(given[0]))
+        if one.dim() > 1 and one.size(1) != two.size(1):
+            longest = max(one.size(1), two.size(1))
+            value = pad_token_id if key.endswith("_ids") else 0
+            left = key in {name for pair in _PROMPT for name in pair}
+            one, two = (_widened(tensor, longest, left, value) for tensor in (one, two))
+        merged[key] = one.clone()
+        merged[key][free.to(one.device)] = two[found.to(two.device)].to(one.device)
+    return merged
+
+
+def _widened(tensor: torch.Tensor, width: int, left: bool, value: int) -> torch.Tensor:
+    """`(B, L, ...)` -> `(B, width, ...)`."""
+    added = tensor.new_full((tensor.size(0), width - tensor.size(1), *tensor.shape[2:]), value)
+    return torch.cat([added, tensor] if left else [tensor, added], dim=1)
+
+
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """What is drawn within changes nothing of what is drawn afterwards, by torch, numpy or Python."""

@@ -94,6 +94,11 @@ class FeedbackTrainer(AgentTrainer):
         active = self._loss_mask(inputs) & inputs["feedback_available"][:, None] & known
         return active & inputs["in_span"] if "in_span" in inputs else active
 
+    def _active_counts(self, active: torch.Tensor) -> torch.Tensor:
+        """What the loss is divided by: tokens and rows that are distilled, `(B, T)` -> int64 `(2,)`; a collective."""
+        counts = torch.stack([active.sum(), active.any(dim=1).sum()])
+        return self.accelerator.reduce(counts, reduction="sum")
+
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._feedback_calls.clear()
         if self.reward_funcs:
@@ -289,8 +294,7 @@ class FeedbackTrainer(AgentTrainer):
         if self.args.distillation_span != "all":
             weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
         active = self._active({**output, **weights, "feedback_available": available})  # (B, T)
-        counts = torch.stack([active.sum(), active.any(dim=1).sum()])
-        counts = self.accelerator.reduce(counts, reduction="sum")
+        counts = self._active_counts(active)
         metrics = self._metrics[self._mode]
         truncated = metrics["completions/clipped_ratio"][-1]
         stats = {

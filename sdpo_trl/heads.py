@@ -258,6 +258,11 @@ class HeadTap:
 
         @functools.wraps(type(model).forward)  # `generate` validates its arguments against the signature
         def forward(self, *args, **kwargs):
+            if self is not tap.model:  # `copy.deepcopy` copies the weights, but not what `inner` is bound to
+                raise RuntimeError(
+                    "This model is a copy of one that was given to a trainer, and would run with the weights of the "
+                    "original. Copy models before a trainer gets them, or load what `save_pretrained` wrote."
+                )
             return tap._forward(inner, *args, **kwargs)
 
         model.forward = types.MethodType(forward, model)

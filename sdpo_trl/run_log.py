@@ -41,7 +41,7 @@ def changed_settings(args: Any) -> dict[str, tuple[Any, Any]]:
     changed = {}
     for option in fields(args):
         name = option.name
-        if not option.init or name in _UNTOLD or "token" in name.split("_") or "hub" in name.split("_"):
+        if not option.init or name in _UNTOLD or name.endswith("_token") or "hub" in name.split("_"):
             continue
         value, default = plain(getattr(args, name)), plain(args._default(name))
         if value != default:
@@ -92,8 +92,11 @@ class RunLog:
         record = {"kind": kind, "time": round(time.time(), 3), "step": self._step(), **record}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(plain(record), allow_nan=False) + "\n")
+            line = json.dumps(plain(record), allow_nan=False).encode() + b"\n"
+            with self._path.open("a+b") as file:
+                # A process that was killed, or a disk that was full, may have left half a line.
+                torn = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+                file.write(b"\n" + line if torn else line)
         except OSError as error:
             self._refused = True
             logger.warning(f"SDPO: the run log {self._path} is not written any more ({error}).")

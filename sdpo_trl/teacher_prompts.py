@@ -240,7 +240,7 @@ class TeacherPromptBuilder:
 
         def render(messages: Sequence[Message], header: bool) -> str:
             if trainer._is_vlm:
-                messages = prepare_multimodal_messages(messages)
+                messages = prepare_multimodal_messages([_with_places(message) for message in messages])
             return trainer.processing_class.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=header, chat_template=trainer.chat_template,
                 tools=[tool for tool in tools if tool is not None] or None, **options,
@@ -250,3 +250,11 @@ class TeacherPromptBuilder:
 
     def _tools_of(self, row: int) -> "list[Any] | None":
         return None if self._trainer._batch_tools is None else self._trainer._batch_tools[row]
+
+
+def _with_places(message: Message) -> Message:
+    """A message whose images may still be to come: TRL puts them in with each batch."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"image": None, **b} if b.get("type") == "image" else b for b in content]}

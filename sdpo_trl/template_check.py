@@ -9,7 +9,17 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-from .reprompt import Hint, Message, Placement, Prompt, Templates, message_text, replace_text, teacher_prompt
+from .reprompt import (
+    Hint,
+    Message,
+    Placement,
+    Prompt,
+    Templates,
+    message_text,
+    replace_text,
+    strip_thinking,
+    teacher_prompt,
+)
 
 Render = Callable[[Sequence[Message], bool], str]
 
@@ -19,6 +29,8 @@ _WORDS = "a user's last words"
 _SHOWN = 400
 # What a template's own marks hold, `<|user|>` or `[INST]` (DeepSeek's bars are wide ones), and plain words do not.
 _MARKS = re.compile("[<\\[|\N{FULLWIDTH VERTICAL LINE}]")
+# Marks that people write, too: a lone tag, `[INST]` or `<user>`, of which it takes two to make a chat.
+_LONE_TAG = re.compile(r"</?\w+>|\[/?\w+\]")
 # What a template raises: by its own words, or where it trips over a conversation that it was not written for.
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
@@ -76,9 +88,9 @@ def check_templates(
     teacher = _rendered(render, messages, "teacher")
     _check_nesting(render, messages, student, teacher)
     _check_texts(prompt, student, teacher)
-    _check_header(render, prompt, student, teacher)
+    _check_header(render, prompt, messages, student, teacher)
     for name, without in (switches or {}).items():
-        if without(prompt, True) != student and without(messages, True) == teacher:
+        if _differs(without, prompt, student) and not _differs(without, messages, teacher):
             raise _failure(
                 "switches",
                 f"`{name}` changes what the student reads, but not what the teacher reads.",
@@ -103,11 +115,23 @@ def _rendered(render: Render, messages: Sequence[Message], whose: str) -> str:
         ) from error
 
 
+def _differs(render: Render, messages: Sequence[Message], text: str) -> bool:
+    """Whether it renders something else; a template that needs an option says so when the option is gone."""
+    try:
+        return render(messages, True) != text
+    except _REFUSALS:
+        return True
+
+
 def _check_texts(prompt: Sequence[Message], student: str, teacher: str) -> None:
     wanted = [("feedback", FEEDBACK), ("demonstration", SOLUTION)]
     for message in prompt:
-        text = message_text(message.get("content")).strip()
-        # A template may leave out what it does not show to the student either, say thinking of earlier turns.
+        text = message_text(message.get("content"))
+        if message["role"] == "assistant":
+            # Templates drop the thinking of turns before a user's, and the teacher may read a user turn more.
+            text = strip_thinking(text) or ""
+        text = text.strip()
+        # A template may leave out what it does not show to the student either.
         if text and text in student:
             wanted.append((f"{message['role']} turn", text))
     for what, text in wanted:
@@ -122,10 +146,13 @@ def _check_texts(prompt: Sequence[Message], student: str, teacher: str) -> None:
             )
 
 
-def _check_header(render: Render, prompt: Sequence[Message], student: str, teacher: str) -> None:
+def _check_header(
+    render: Render, prompt: Sequence[Message], messages: Sequence[Message], student: str, teacher: str
+) -> None:
     if prompt[-1]["role"] == "user":
-        # What follows a user's last words; a template may have no header of its own beyond it.
-        spoken = {**prompt[-1], "content": replace_text(prompt[-1]["content"], _WORDS)}
+        # What follows a user's last words; a template may have no header of its own beyond it. In the teacher's kind
+        # of content, since an image behind the words is no header.
+        spoken = {**prompt[-1], "content": replace_text(messages[-1]["content"], _WORDS)}
         other = render([*prompt[:-1], spoken], True)
         header = other[other.rfind(_WORDS) + len(_WORDS) :] if _WORDS in other else ""
     else:  # the teacher's prompt goes on with a user's turn
@@ -174,16 +201,16 @@ def _check_nesting(render: Render, messages: Sequence[Message], student: str, te
     marks = chat_marks(render)
     for number, message in enumerate(messages):
         text = message_text(message.get("content"))
-        for mark in marks:
-            if mark in text:
-                raise _failure(
-                    "nesting",
-                    f"message {number} ({message['role']}) holds a rendered chat: {mark!r} stands in its text.",
-                    "Give the messages themselves, not the text that a chat template made of them, and keep the "
-                    "template's marks out of `reprompt_template`, `solution_template` and `feedback_template`.",
-                    student,
-                    teacher,
-                )
+        found = [mark for mark in dict.fromkeys(marks) if mark in text]
+        if len(found) > 1 or (found and not _LONE_TAG.fullmatch(found[0])):
+            raise _failure(
+                "nesting",
+                f"message {number} ({message['role']}) holds a rendered chat: {found[0]!r} stands in its text.",
+                "Give the messages themselves, not the text that a chat template made of them, and keep the "
+                "template's marks out of `reprompt_template`, `solution_template` and `feedback_template`.",
+                student,
+                teacher,
+            )
 
 
 def _check_plain(render: Render, student: str, teacher: str) -> None:

@@ -280,8 +280,34 @@ def watched(folder):
     return result
 
 
+def problems(folder):
+    """Solved problems rest and rounds are merged, with a group per process and with groups across both."""
+    from sdpo_trl.problem_trainer import ProblemPlan, ProblemTrainer
+
+    def reward(prompts, log_extra, **columns):
+        numbers = [int(prompt.split(":")[0].removeprefix("task ")) for prompt in prompts]
+        log_extra("feedback", [f"no {i} {RANK}" if number in (4, 5) else None for i, number in enumerate(numbers)])
+        asked.append(numbers)
+        return [float(number < 2) for number in numbers]
+
+    result = []
+    for group in (4, 8):
+        asked = []
+        trainer = ProblemTrainer(
+            model=tiny.build_model(), reward_funcs=reward,
+            args=tiny.config(folder / str(group), per_device_train_batch_size=4, num_generations=group, max_steps=8),
+            train_dataset=tiny.prompts(8), processing_class=tiny.build_tokenizer(),
+            problem_plan=ProblemPlan(skip_solved=True, signal_rows=6, max_rounds=4),
+        )  # fmt: skip
+        trainer.train()
+        solved = trainer._solved.state()
+        result.append((asked, tiny.trained(trainer.model), solved, tiny.training_logs(trainer)))
+    return result
+
+
 def main(folder):
     scenarios = (
+        problems,
         agents,
         continued,
         gradients,

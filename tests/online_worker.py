@@ -1,10 +1,11 @@
-"""A session that is killed: `online_worker.py FOLDER GOAL` goes on from the journal there until GOAL updates are made.
+"""A session that is killed and goes on from its journal until so many updates are made.
 
 Each episode has fixed words and denied answers, so a session that was killed anywhere and continued must end with the
-same conversation, weights and teacher as one that was not.
+same conversation, weights and teacher as one that was not. `python online_worker.py` reads `FOLDER<tab>UPDATES` lines.
 """
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -60,7 +61,23 @@ def live(folder: Path, goal: int) -> dict:
         }  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """One life per line of standard input, in a process of its own: prints its id, and then how it ended."""
     torch.set_num_threads(1)
     conversation.sample = scripted
-    live(Path(sys.argv[1]), int(sys.argv[2]))
+    for line in sys.stdin:
+        folder, goal = line.rstrip("\n").split("\t")
+        pid = os.fork()  # nothing is imported anew
+        if pid == 0:
+            code = 1
+            try:
+                live(Path(folder), int(goal))
+                code = 0
+            finally:
+                os._exit(code)
+        print(pid, flush=True)
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,5 +1,6 @@
 """Two processes (gloo): the same gradient as one, equal replicas, paired rows, and no process that waits for ever."""
 
+import json
 import math
 import os
 import subprocess
@@ -65,6 +66,18 @@ def test_two_processes_take_up_the_order_of_the_prompts(run):
         tiny.assert_equal(resumed, weights)
     first, second = (runs[0][0] for runs in run("continued"))
     assert sorted({prompts[0] for prompts in [*first[:4], *second[:4]]}) == sorted(tiny.prompts(8)["prompt"])
+
+
+def test_both_processes_choose_the_same_problems_and_merge_as_many_rounds(run):
+    for group, one, other in zip((4, 8), *run("problems"), strict=True):
+        tiny.assert_equal(one[1], other[1])
+        assert one[2] == other[2] and set(one[2]["solved"]) == {json.dumps(text) for text in tiny.prompts(2)["prompt"]}
+        assert one[3] == other[3] and len(one[0]) == len(other[0])
+        assert sum(int(row["problems/rounds"]) for row in one[3]) == len(one[0]) > 8
+        tried = [list(dict.fromkeys(a + b)) for a, b in zip(one[0], other[0], strict=True)]
+        assert all(len(numbers) == 8 // group for numbers in tried)
+        assert [sum(n in numbers for numbers in tried) for n in (0, 1)] == [1, 1]  # solved once
+        assert all(row["loss"] > 0 for row in one[3])
 
 
 def test_images_on_one_process_do_not_block_the_other(run):

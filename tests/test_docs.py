@@ -174,6 +174,8 @@ def test_a_newcomer_reads_the_readme_in_five_minutes():
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    first = set(re.findall(r"\]\(([\w/]+\.md)\)", page("index.md")))
+    assert first == listed - {"index.md"}, "docs/index.md leads to every page"
 
 
 # The site
@@ -237,6 +239,12 @@ def test_docstrings_become_lists_and_links(site):
         shown = re.sub(r"<[^>]+>", "", text[text.index("<article") : text.index("</article")])
         left = re.search(r"\n\s*(Args|Raises|Returns|Parameters):\s*\n|\[`|&gt; Param|:::", shown)
         assert left is None, f"{file.name}: {shown[left.start() - 100 : left.end() + 100]}"
+
+
+def test_what_a_function_returns_is_one_paragraph(site):
+    text = (site / "reference" / "kernel.html").read_text(encoding="utf-8")
+    returned = re.findall(r"<strong>Returns</strong></p>\s*<p>(.*?)</p>", text, re.DOTALL)
+    assert [words.endswith("gradient.") for words in returned] == [True, True]
 
 
 def test_every_module_says_what_it_is(site):

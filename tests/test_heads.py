@@ -96,6 +96,16 @@ def positions(mask):
     return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
+def test_a_copy_of_a_tapped_model_is_refused():
+    """It would run with the weights of the original, whatever is trained into it."""
+    model, tap, plain = build("llama")
+    ids, mask = batch()
+    assert torch.equal(model(ids).logits, plain(ids).logits)
+    with pytest.raises(RuntimeError, match="a copy of one that was given to a trainer"):
+        copy.deepcopy(model)(ids)
+    run(model, tap, ids, mask)
+
+
 # The rules of the architectures
 
 

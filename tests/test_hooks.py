@@ -13,7 +13,9 @@ from trl import GRPOTrainer
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from sdpo_trl import SDPOTrainer
 from sdpo_trl.online import OnlineTrainer
+from sdpo_trl.problem_trainer import ProblemTrainer
 
 # The source without comments, docstrings and layout. To renew one after reading what changed: run this file.
 EXPECTED = {
@@ -94,8 +96,9 @@ def ours(cls):
     return cls.__module__.startswith("sdpo_trl")
 
 
-LAYERS = [cls for cls in OnlineTrainer.__mro__ if ours(cls)]
-BELOW = [cls for cls in OnlineTrainer.__mro__ if not ours(cls) and cls is not object]
+ALL = list(dict.fromkeys([*ProblemTrainer.__mro__, *OnlineTrainer.__mro__]))
+LAYERS = [cls for cls in ALL if ours(cls)]
+BELOW = [cls for cls in SDPOTrainer.__mro__ if not ours(cls) and cls is not object]
 
 
 def overrides():

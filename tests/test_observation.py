@@ -427,10 +427,11 @@ def test_a_disk_that_refuses_the_log_does_not_end_the_run(tmp_path, caplog):
 def test_no_secret_and_no_place_is_among_the_settings(tmp_path):
     args = tiny.config(
         tmp_path, hub_token="hf_secret", push_to_hub=False, hub_model_id="me/mine",
-        model_init_kwargs={"token": "hf_secret"}, distillation_alpha=float("1.0"),
+        model_init_kwargs={"token": "hf_secret"}, distillation_alpha=float("1.0"), token_weighting="teacher_entropy",
     )  # fmt: skip
     settings = changed_settings(args)
     assert settings["distillation_alpha"] == (1.0, 0.5)
+    assert settings["token_weighting"] == ("teacher_entropy", "none")  # which is about tokens of another kind
     assert "hf_secret" not in json.dumps(settings) and str(tmp_path) not in json.dumps(settings)
 
 

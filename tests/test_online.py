@@ -1,16 +1,21 @@
 """A session: what is said, denied, learned, tried again, taken back, and what it refuses."""
 
+import ast
 import math
+from pathlib import Path
 
 import pytest
 import talk
 import tiny
 import torch
+import trl
 from talk import BROKEN, FAILING, PLAIN
 from test_online_trainer import KINDS
 from transformers import TrainerCallback
 
+import sdpo_trl
 from sdpo_trl.online import Call, ContextTooLong, OnlineSession, Progress, SessionError, online_config
+from sdpo_trl.online.calls import Dialect, ToolSet, _behind, dialect_of
 
 CALL = Call("write_file", {"path": "a.txt", "text": "hello"})
 
@@ -170,6 +175,26 @@ def test_candidates_without_a_right_one_need_a_text(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Nothing is said"):
         session.rank([], [0, 1])
     assert session.rank([], [0, 1], "both bad") is None and len(session.attempts) == 2
+
+
+def test_an_interrupted_tool_leaves_no_call_without_a_reply(tmp_path, monkeypatch):
+    both = PLAIN.removesuffix("$") + PLAIN
+    session, left = begun(tmp_path, monkeypatch, both, session_journal=tmp_path / "journal.jsonl")
+
+    def interrupted(path, text):
+        raise KeyboardInterrupt
+
+    session._tools.functions["write_file"] = interrupted
+    session.respond()
+    with pytest.raises(KeyboardInterrupt):
+        session.approve()
+    assert [turn["role"] for turn in session.messages[2:]] == ["assistant", "tool", "tool"]
+    assert "interrupted" in session.messages[-1]["content"]
+    session.close()
+    again = talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl")
+    assert again.messages == session.messages
+    left.append("I see$")
+    assert again.respond().text == "I see"
 
 
 # Sampling
@@ -414,6 +439,41 @@ def test_a_template_without_tools_gets_them_as_text(tmp_path, monkeypatch):
     session.learn()
 
 
+def test_a_template_without_a_system_turn_gets_it_all_in_the_first_user_turn(tmp_path, monkeypatch):
+    tokenizer = tiny.build_tokenizer()
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuses + tokenizer.chat_template
+    session, _ = begun(tmp_path, monkeypatch, PLAIN, session_tokenizer=tokenizer)
+    reply = session.respond()
+    read = tokenizer.decode(reply.prompt_ids)
+    assert read.startswith("<|user|>be good\n\nYou can call tools") and read.count("<|user|>") == 1
+    assert read.endswith("\n\nwrite hello to a.txt<|end|><|assistant|>") and reply.call == CALL
+    assert session.messages[0] == talk.SYSTEM
+    session.deny("no", solution=CALL)
+    session.learn()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "qwen3_instruct_2507", "glm4moe"])
+def test_calls_are_written_as_they_are_read(name):
+    """By chat templates of real models, with TRL's own parsers for them."""
+    tokenizer = tiny.build_tokenizer()
+    folder = Path(trl.__file__).parent / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    dialect = dialect_of(tokenizer, ToolSet(talk.Files().tools), [1], {})
+    assert type(dialect) is Dialect
+    call = Call("write_file", {"path": "a", "text": 'x\ny {z} "quoted"'})
+    messages = [talk.SYSTEM, {"role": "user", "content": "hi"}]
+    prompt = tokenizer.apply_chat_template(messages, tools=dialect.schemas, add_generation_prompt=True)["input_ids"]
+    ids = dialect.write(messages, dialect.message(call))
+    assert ids[-1] == 1 and dialect.read(ids, prompt)[2:] == ((call,), None)
+
+
+def test_a_turn_is_told_from_its_header():
+    assert _behind("<a>\n<think>\n\n</think>\n\n", "<a>\n<tool_call>x") == "<tool_call>x"
+    assert _behind("<a>\n", "<a>\nhello") == "hello"
+    assert _behind("<a><think>\n", "<a>that") == "that"
+
+
 def test_trackers_and_callbacks_see_a_session_as_one_run(tmp_path, monkeypatch):
     seen = []
 
@@ -445,6 +505,17 @@ def test_scores_are_exact(tmp_path):
     assert steps.shape == (4, 104) and session.score("yes", messages) == pytest.approx(total, abs=1e-5)
     assert torch.allclose(session.next_token(messages), steps[0], atol=1e-6)
     assert torch.allclose(steps.exp().sum(-1), torch.ones(4), atol=1e-5)
+
+
+def test_the_core_does_not_know_the_session():
+    package = Path(sdpo_trl.__file__).parent
+    files = [path for path in package.rglob("*.py") if "online" not in path.relative_to(package).parts]
+    assert len(files) > 60
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = getattr(node, "module", None) or ""
+            assert not any("online" in part.split(".") for part in [module, *names]), path
 
 
 def test_the_defaults_of_a_session_are_accepted(tmp_path):

@@ -23,7 +23,7 @@ from sdpo_trl.report.curves import MOST_POINTS, charts, thin
 from sdpo_trl.report.rollouts import choose, read_pages, total_reward
 from sdpo_trl.report.run import RunRecord, duration, read_run
 from sdpo_trl.report.run_page import run_report
-from sdpo_trl.run_log import RUN_LOG
+from sdpo_trl.run_log import RUN_LOG, RunLog
 
 pytest.importorskip("matplotlib", reason="the report draws with matplotlib (extra `viz`)")
 
@@ -130,7 +130,8 @@ def test_broken_lines_are_passed_over_and_counted(tmp_path):
     bad = ["{", "[1]", '{"kind": "log"}', '{"kind": 3, "time": 1, "step": 1}', "\x00\x00", record("log", 2)[:20]]
     read = read_run(written(tmp_path, *good, *bad, record("log", 2, values={"loss": 0.5}), '{"kind": "lo', end=""))
     assert read.series("loss") == [(1, 1.0), (2, 0.5)] and read.series("x") == []
-    assert read.notes == (f"{RUN_LOG}: 7 lines, first 4 of 11 cannot be read and is passed over.",)
+    assert read.notes[0] == f"{RUN_LOG}: 7 lines, first 4 of 11 cannot be read and is passed over."
+    assert read.notes[1:] == ("Not finite at some steps, and left out of the curves there: x (first at step 1).",)
     (tmp_path / RUN_LOG).write_bytes(b"\xff\xfe" + (tmp_path / RUN_LOG).read_bytes())
     assert read_run(tmp_path).series("loss") == [(1, 1.0), (2, 0.5)]
 
@@ -148,6 +149,105 @@ def test_a_resumed_run_replaces_what_came_after_its_checkpoint(tmp_path):
     read = read_run(written(tmp_path, *first, record("end", 2), *anew))
     assert read.series("loss") == [(1, 5.0)] and read.series("eval_loss") == [(0, 7.0)] and not read.warnings
     assert read.notes == ("An earlier run in this folder is left out: training began anew.",)
+
+
+def test_a_resumed_run_keeps_what_was_logged_before_its_first_step(tmp_path):
+    def eval_log(step, reward):
+        return record("log", step, values={"eval_reward": reward})
+
+    lines = [
+        record("session", at=900.0),
+        record("begin"),
+        eval_log(0, 0.1),
+        record("warning", text="said at each start"),
+    ]
+    lines += [eval_log(2, 0.2), eval_log(4, 0.3), record("session"), eval_log(0, 0.7), record("begin", 2)]
+    read = read_run(written(tmp_path, *lines, eval_log(4, 0.4)))
+    # The evaluation of what was loaded later knew no step.
+    assert read.series("eval_reward") == [(0, 0.1), (2, 0.2), (4, 0.4)]
+    assert not read.warnings and read.facts["Time"] == "1 min 40 s"
+
+
+@pytest.mark.parametrize("end", [[record("end", 4)], []], ids=["ended", "killed"])
+def test_a_later_evaluation_by_another_trainer_is_no_step_of_the_run(tmp_path, end):
+    lines = [record("session"), record("begin"), record("log", 4, values={"eval_reward": 0.5}), *end]
+    read = read_run(written(tmp_path, *lines, record("log", 0, values={"eval_reward": 0.1})))
+    assert read.series("eval_reward") == [(4, 0.5)]
+    assert read.notes == (
+        "An evaluation by a trainer of its own is left out: of which step its model was is not known.",
+    )
+    alone = read_run(written(tmp_path / "alone", record("log", 0, values={"eval_reward": 0.1})))
+    assert alone.series("eval_reward") == [(0, 0.1)] and not alone.notes
+
+
+def test_a_session_after_half_a_line_is_read(tmp_path):
+    log = RunLog(tmp_path / RUN_LOG, lambda: 2, lambda: True)
+    first = [record("session"), record("begin"), *(record("log", i, values={"loss": float(i)}) for i in (1, 2, 3))]
+    written(tmp_path, *first, record("log", 4)[:20], end="")  # killed while it wrote
+    with log.recording():
+        log.write("begin")
+        log.write("log", values={"loss": 20.0})
+    read = read_run(tmp_path)
+    assert read.series("loss") == [(1, 1.0), (2, 2.0), (2, 20.0)] and read.state == "finished"
+    assert read.notes == (f"{RUN_LOG}: line 6 of 11 cannot be read and is passed over.",)
+
+
+def test_each_evaluation_set_has_its_own_curves(tmp_path):
+    sets = {"a": tiny.prompts(4), "b": tiny.prompts(8).select(range(4, 8))}
+    trainer = tiny.trainer(
+        tmp_path / "run", tiny.telling(reward=tiny.even_length), eval_strategy="steps", eval_steps=1,
+        trainer_eval_dataset=sets,
+    )  # fmt: skip
+    trainer.train()
+    read = read_run(tmp_path / "run")
+    assert read.evaluations == ("eval_a", "eval_b")
+    lines = curves_of(run_report(tmp_path / "run").read_text(encoding="utf-8"))
+    for name in sets:
+        logged = [row for row in trainer.state.log_history if f"eval_{name}_runtime" in row]
+        assert read.series(f"eval_{name}_loss") == [(row["step"], row[f"eval_{name}_loss"]) for row in logged]
+        assert read.series(f"eval_{name}_reward") == [(row["step"], row["eval_reward"]) for row in logged]
+    shown = [[value for _, value in line] for line in lines["Reward"][1:]]
+    assert shown == [pytest.approx([v for _, v in read.series(f"eval_{n}_reward")], rel=1e-5) for n in sets]
+    text = Page((tmp_path / "run" / "report.html").read_text(encoding="utf-8")).text
+    assert "evaluation (a)" in text and "Success in evaluation (b)" in text
+
+
+@pytest.mark.parametrize("line", [
+    '{"kind": "log", "time": NaN, "step": 2, "values": {"loss": 1}}',
+    '{"kind": "log", "time": 1e999, "step": 2, "values": {"loss": 1}}',
+    '{"kind": "log", "time": -1e300, "step": 2, "values": {"loss": 1}}',
+    '{"kind": "log", "time": 1, "step": -2, "values": {"loss": 1}}',
+    f'{{"kind": "log", "time": 1, "step": 1{"0" * 30}, "values": {{"loss": 1}}}}',
+    f'{{"kind": "log", "time": 1, "step": 2, "values": {{"loss": 1{"0" * 400}}}}}',
+    '{"kind": "log", "time": 1, "step": 2, "values": {"loss": 1e308, "sdpo/time/step": "nan"}}',
+    '{"kind": "log", "time": 1, "step": 2, "values": {"sdpo/time/step": 1}}',
+    '{"kind": "session", "time": 1, "step": 1, "rewards": 5, "reward_weights": [null], "settings": [], "versions": 3}',
+    '{"kind": "session", "time": 1, "step": 1, "rewards": ["a", ["b"]], "reward_weights": ["x", 1], "process": []}',
+])  # fmt: skip
+def test_records_that_no_trainer_wrote_break_nothing(tmp_path, line):
+    good = [record("session"), record("begin"), record("log", 1, values={"loss": -1e308}), line]
+    page = run_report(written(tmp_path, *good, record("log", 3, values={"loss": 0.5}))).read_text(encoding="utf-8")
+    assert curves_of(page)["Loss"][0][-1] == [3, 0.5]
+    assert "Not finite at some steps, and left out of the curves there: loss (first at step 1)" in Page(page).text
+
+
+def test_a_page_that_cannot_be_written_is_explained(tmp_path, capsys):
+    folder = written(tmp_path / "run", record("session"), record("log", 1, values={"loss": 1.0}))
+    (folder / "report.html").mkdir()
+    for more in ([], ["--out", str(folder / RUN_LOG / "page.html")]):
+        with pytest.raises(SystemExit):
+            main([str(folder), *more])
+        assert "cannot be written to" in capsys.readouterr().err
+    assert sorted(path.name for path in folder.iterdir()) == [RUN_LOG, "report.html"]
+
+
+def test_every_line_has_a_colour_that_the_page_knows(tmp_path):
+    values = {f"rewards/f{i}/mean": i / 20 for i in range(20)}
+    folder = written(tmp_path, record("session"), *(record("log", i, values=values) for i in (1, 2)))
+    page = run_report(folder).read_text(encoding="utf-8")
+    style = re.search(r"<style>(.*?)</style>", page, re.S)[1]
+    used = set(re.findall(r'class="([sf]\d+)"', page))
+    assert len(used) == 8 and all(f".{name} {{" in style for name in used)
 
 
 def test_without_the_run_log_the_latest_whole_checkpoint_is_read(run, tmp_path):

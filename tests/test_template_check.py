@@ -174,6 +174,58 @@ def test_words_that_also_stand_in_the_header_confuse_nobody():
         check_templates(renderer(shipped("phi3")), [{"role": "user", "content": word}], Templates())
 
 
+def test_thinking_that_the_template_drops_for_the_teacher_alone_is_no_fault():
+    thinking = "<think>\nI should add.\n</think>"
+    called = {**CALLED[1], "content": f"{thinking}\n\nAdding."}
+    for rows in ([*USER, called, CALLED[2]], [*USER, {"role": "assistant", "content": f"{thinking}\n\nAdding."}],
+                 [*USER, {"role": "assistant", "content": thinking}]):  # fmt: skip
+        render = renderer(shipped("qwen3"), tools=[TOOL])
+        assert "I should add." in render(rows, True)
+        check_templates(render, rows, Templates())
+    forgetful = "{% for m in messages %}{% if loop.last or messages|length < 3 %}<|{{ m.role }}|>{{ m.content }}" \
+        "<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"  # fmt: skip
+    with pytest.raises(TemplateCheckError, match="lacks the user turn"):
+        check_templates(renderer(forgetful), rows, Templates())
+    assistant = forgetful.replace("loop.last or", "loop.last or m.role == 'user' or")
+    with pytest.raises(TemplateCheckError, match=r"lacks the assistant turn 'Adding\.'"):
+        check_templates(renderer(assistant), [*USER, {**called, "tool_calls": None}], Templates())
+
+
+def test_an_option_that_the_template_cannot_do_without_is_no_fault():
+    needs = tiny.CHAT_TEMPLATE + "{% if add_generation_prompt %}{{ language.upper() }}{% endif %}"
+    options = {"language": "de"}
+    check_templates(renderer(needs, options), USER, Templates(), switches={"language": renderer(needs)})
+    says = tiny.CHAT_TEMPLATE + "{% if not language %}{{ raise_exception('no language') }}{% endif %}"
+    check_templates(renderer(says, options), USER, Templates(), switches={"language": renderer(says)})
+
+
+def test_what_stands_behind_the_words_in_blocks_is_no_header():
+    blocks = (
+        "{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for b in m.content %}{{ '<image>' if b.type == 'image' else b.text }}{% endfor %}{% endif %}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "image"}]}]
+    written = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "text", "text": " And?"}]}]
+    for placement in ("last_user", "append"):
+        check_templates(renderer(blocks), prompt, Templates(), placement)
+    check_templates(renderer(shipped("lfm2")), written, Templates(), "append")  # which writes lists as JSON
+    late = blocks.replace("<|assistant|>", "<|assistant|>{% if messages|length > 1 %}<think>{% endif %}")
+    with pytest.raises(TemplateCheckError, match="check of header"):
+        check_templates(renderer(late), prompt, Templates(), "append")
+
+
+def test_a_lone_tag_in_a_question_is_no_chat():
+    for template, text in (
+        ("{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", "What does [INST] mean?"),
+        ("{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}", "Is <user> a tag of HTML?"),
+    ):
+        check_templates(renderer(template), [{"role": "user", "content": text}], Templates())
+        inner = renderer(template)(USER, True)
+        with pytest.raises(TemplateCheckError, match="check of nesting"):
+            check_templates(renderer(template), [{"role": "user", "content": inner}], Templates())
+
+
 def test_a_chat_inside_of_a_message_is_found():
     render = renderer(tiny.CHAT_TEMPLATE)
     inner = render(USER, True)

@@ -17,7 +17,7 @@ TEMPLATE = (
 )
 
 
-def vision_trainer(folder, reward=None, images=True, **options):
+def vision_trainer(folder, reward=None, images=True, placed=False, **options):
     tokenizer = tiny.build_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]}, replace_extra_special_tokens=False)
     tokenizer.chat_template = TEMPLATE
@@ -44,6 +44,10 @@ def vision_trainer(folder, reward=None, images=True, **options):
     if images:  # "alternate": every other row has none
         pictures = [Image.new("RGB", (16, 16), ((i * 67) % 255, 31 * i, 20)) for i in range(4)]
         rows["images"] = [[] if images == "alternate" and i % 2 else [x] for i, x in enumerate(pictures)]
+    if placed:  # where the image goes is said, as in TRL's documentation
+        image = {"type": "image"}
+        texts = [{"type": "text", "text": message["content"]} for (message,) in rows["prompt"]]
+        rows["prompt"] = [[{"role": "user", "content": [text, image]}] for text in texts]
     data = Dataset.from_dict(rows)
     return tiny.trainer(
         folder, reward or tiny.telling(), model=model, data=data, trainer_processing_class=processor, **options
@@ -72,6 +76,14 @@ def test_the_teacher_sees_the_image_and_the_feedback(tmp_path):
     counts = (batch["teacher_prompt_ids"] == image).sum(1)
     assert counts.tolist() == (batch["prompt_ids"] == image).sum(1).tolist() and counts.min() == 4
     assert "wrong, try again" in trainer._tokenizer.decode(batch["teacher_prompt_ids"][0])
+
+
+@pytest.mark.parametrize("placement", ["last_user", "append"])
+def test_prompts_that_say_where_their_image_goes(tmp_path, placement):
+    trainer = vision_trainer(tmp_path, placed=True, reprompt_placement=placement)
+    (batch, *_) = tiny.micro_batches(trainer)
+    image = trainer._tokenizer.convert_tokens_to_ids("<image>")
+    assert (batch["teacher_prompt_ids"] == image).sum(1).tolist() == [4] * 8
 
 
 def test_long_feedback_is_cut_with_images_too(tmp_path):

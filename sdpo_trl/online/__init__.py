@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and TRL are imported when a session is asked for; records and journals need neither."""
+    """TRL is imported when a session is asked for; records and journals do not need it."""
     if name in _LATER:
         return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

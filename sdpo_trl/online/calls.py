@@ -154,9 +154,7 @@ class Dialect:
                     "The chat template writes earlier turns differently once the answer is there, so what the model "
                     "would have to say cannot be told from it. Give the answer as text."
                 )
-            rest, header = whole[len(base) :], prompt[len(base) :]
-            same = next((i for i, (a, b) in enumerate(zip(rest, header, strict=False)) if a != b), len(header))
-            rest = rest[same:]
+            rest = _behind(prompt[len(base) :], whole[len(base) :])
         return self._ended(self._tokenizer(rest, add_special_tokens=False)["input_ids"])
 
     def _ended(self, ids: list[int]) -> list[int]:
@@ -182,6 +180,16 @@ class Dialect:
         return render
 
 
+def _behind(header: str, turn: str) -> str:
+    """
+    A turn without the header under which it is generated, which may say more (a thinking block that is empty). Tags
+    that begin alike (`<think>`, `<tool_call>`) are not the same.
+    """
+    same = next((i for i, (a, b) in enumerate(zip(turn, header, strict=False)) if a != b), len(header))
+    opened = turn.rfind("<", 0, same)
+    return turn[opened:] if opened >= 0 and ">" not in turn[opened:same] else turn[same:]
+
+
 class TextDialect(Dialect):
     """
     For chat templates that know nothing of tools: they are described in the system turn, a call is a JSON object
@@ -203,7 +211,7 @@ class TextDialect(Dialect):
 
     def view(self, messages: Sequence[Message]) -> list[Message]:
         """See [`Dialect.view`]."""
-        turns: list[Message] = []
+        turns: list[Message] = []  # copies: some are changed below
         for turn in messages:
             if turn["role"] == "tool":
                 told = f"[{turn.get('name', 'tool')} replied]\n{message_text(turn['content'])}"
@@ -216,16 +224,17 @@ class TextDialect(Dialect):
             else:
                 turns.append(dict(turn))
         described = _INTRODUCTION + "\n".join(map(json.dumps, self._tools.schemas))
-        place = "system" if self._has_system else "user"
-        first = next((turn for turn in turns if turn["role"] == place), None)
-        if first is not None:
-            first["content"] = (
-                f"{described}\n\n{message_text(first['content'])}"
-                if place == "user"
-                else (f"{message_text(first['content'])}\n\n{described}")
-            )
-        else:
-            turns.insert(0, {"role": place, "content": described})
+        if self._has_system:
+            if turns[0]["role"] != "system":
+                turns.insert(0, {"role": "system", "content": described})
+            else:
+                turns[0]["content"] = f"{message_text(turns[0]['content'])}\n\n{described}"
+        else:  # what the system says stands before what the person says first
+            systems = [message_text(turn["content"]) for turn in turns if turn["role"] == "system"]
+            turns = [turn for turn in turns if turn["role"] != "system"]
+            if not turns or turns[0]["role"] != "user":
+                turns.insert(0, {"role": "user", "content": ""})
+            turns[0]["content"] = "\n\n".join([*systems, described, message_text(turns[0]["content"])]).rstrip()
         return [{key: value for key, value in turn.items() if key != "observed"} for turn in turns]
 
     @staticmethod

@@ -3,9 +3,12 @@
 Knows: names, values. Deliberately does not know: models, conversations.
 """
 
+import json
+from dataclasses import fields
 from typing import Any
 
 import torch
+from trl import GRPOConfig
 
 from ..config import SDPOConfig
 
@@ -32,7 +35,7 @@ def online_config(output_dir: str = "runs/online", **options: Any) -> SDPOConfig
     where there is no accelerator.
 
     Args:
-        output_dir (`str`, *optional*): Of what the trainer itself writes; nothing by default.
+        output_dir (`str`, *optional*): Of what the trainer itself writes; its run log alone by default.
         options: Any fields of [`SDPOConfig`].
     """
     accelerated = torch.accelerator.is_available()
@@ -85,3 +88,24 @@ def check_online(args: Any) -> None:
             "`distillation_weight_schedule` decays until the end of a run, and a session has none: give "
             "`distillation_weight_decay_steps`, or `max_steps`."
         )
+
+
+# Of what GRPO has too: those that decide what an update does to the weights.
+_DECIDING = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "max_steps", "optim", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "seed", "bf16", "fp16", "temperature", "beta", "loss_type",
+    "chat_template_kwargs",
+)  # fmt: skip
+
+
+def settings_of(args: SDPOConfig) -> dict[str, Any]:
+    """The options that decide what an update does, as JSON keeps them: a journal notes them, and is compared."""
+    shared = {option.name for option in fields(GRPOConfig)}
+    names = [*_DECIDING, *(option.name for option in fields(SDPOConfig) if option.name not in shared)]
+    return {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in names}
+
+
+def changed_settings(args: SDPOConfig, noted: dict[str, Any]) -> str:
+    """What of noted settings is different now, as text; empty if nothing is."""
+    now = settings_of(args)
+    return ", ".join(f"{name}={now[name]!r} (was {was!r})" for name, was in noted.items() if now.get(name, was) != was)

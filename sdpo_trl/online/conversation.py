@@ -15,7 +15,7 @@ from .context import check_room
 from .generation import sample
 from .journal import Journal
 from .records import Attempt, Call, Message, Observation, Reply, SessionError
-from .state import Event, SessionState, unit_of
+from .state import INTERRUPTED, Event, SessionState, unit_of
 from .trainer import OnlineTrainer
 
 Answer = str | Call | Sequence[Call]
@@ -275,10 +275,19 @@ class Conversation:
 
     def _run(self, calls: Sequence[Call]) -> list[Observation]:
         observations = []
-        for call in calls:
-            observations.append(self._tools.run(call))
-            self._record({"event": "observed", **_plain(observations[-1:])[0]})
+        try:
+            for call in calls:
+                observations.append(self._tools.run(call))
+                self._record({"event": "observed", **_plain(observations[-1:])[0]})
+        except BaseException:  # say, a keyboard interrupt: no call may stand there without a reply
+            self._settle(INTERRUPTED)
+            raise
         return observations
+
+    def _settle(self, text: str) -> None:
+        """Give the calls that have no reply one that says so."""
+        for call in list(self._state.running):
+            self._record({"event": "observed", "call": vars(call), "text": text, "ok": False})
 
     def _record(self, event: Event) -> None:
         """The one way in which the state changes: on the disk first, then here."""

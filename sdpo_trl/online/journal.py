@@ -63,14 +63,14 @@ def read_journal(path: "str | Path") -> list[Event]:
     return _complete(Path(path))[0]
 
 
-def updates_in_force(events: list[Event]) -> dict[int, Event]:
+def updates_in_force(events: list[Event]) -> dict[str, Event]:
     """
     The updates that were neither taken back nor given up, by their id, in order; of those that a saved session brought
     along, the event that opened the journal.
 
     One that was begun when the session was killed is among them: its correction had been given.
     """
-    updates: dict[int, Event] = {}
+    updates: dict[str, Event] = {}
     for event in events:
         if event["event"] == "opened":
             updates = dict.fromkeys(event["updates"], event)
@@ -151,6 +151,10 @@ class Journal:
             self.close()
             raise
         self._file.truncate(length)
+        if not self.events and os.name == "posix":  # the name of a new file is on the disk, too
+            folder = os.open(self.path.absolute().parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
 
     def write(self, event: Event) -> None:
         """Append one event; it is on the disk when this returns."""

@@ -4,6 +4,7 @@ Knows: its two halves, talking and learning. Deliberately does not know: termina
 """
 
 import copy
+import logging
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -13,17 +14,20 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from transformers import set_seed
 
 from ..files import attribute
 from . import storage
 from .calls import ToolSet, dialect_of
-from .config import check_online, online_config
+from .config import changed_settings, check_online, online_config, settings_of
 from .conversation import Answer, Conversation
 from .journal import FORMAT, Journal
 from .records import Attempt, AttemptChange, Message, Progress, SessionError, TokenChange
 from .state import CUT_OFF, SessionState
 from .trainer import OnlineTrainer
 from .updates import Updates
+
+logger = logging.getLogger(__name__)
 
 
 class OnlineSession(Conversation):
@@ -52,6 +56,7 @@ class OnlineSession(Conversation):
 
     Raises:
         `ValueError`: an option that a session could not honour, or a tokenizer without a chat template.
+        `NotImplementedError`: a model that reads images, or several processes.
         [`SessionError`]: another session writes to the journal.
     """
 
@@ -74,11 +79,14 @@ class OnlineSession(Conversation):
         if undo_depth < 1:
             raise ValueError(f"`undo_depth` is at least 1, got {undo_depth}: what is interrupted is taken back, too.")
         self._tools = ToolSet(tools)
+        set_seed(args.seed)  # a new adapter is the same one each time, so a journal leads to the same weights
         self.trainer = OnlineTrainer(
             model, args, processing_class=tokenizer, peft_config=peft_config, shares_prefixes=shares_prefixes
         )
         if self.trainer._is_vlm:
             raise NotImplementedError("A session speaks in text: models that read images are not supported.")
+        if self.trainer.accelerator.num_processes > 1 or self.trainer.is_deepspeed_enabled:
+            raise NotImplementedError("A session is one process: start it without a launcher, and without DeepSpeed.")
         self._dialect = dialect_of(
             self.trainer._tokenizer, self._tools, self.trainer.eos_token_ids, self.trainer.chat_template_kwargs
         )
@@ -91,8 +99,7 @@ class OnlineSession(Conversation):
             if self._journal is not None:
                 self._journal.close()
             raise
-        for call in list(self._state.running):  # the process ended while a tool ran
-            self._record({"event": "observed", "call": vars(call), "text": CUT_OFF, "ok": False})
+        self._settle(CUT_OFF)  # the process ended while a tool ran
 
     def _restored(self, messages: Sequence[Message], folder: Path | None) -> SessionState:
         """The state that the journal or the folder holds, or a new one, which the journal is told of."""
@@ -100,6 +107,9 @@ class OnlineSession(Conversation):
         if self._journal is not None and self._journal.events:
             for event in self._journal.events:
                 state.apply(event)
+            changed = changed_settings(self.trainer.args, self._journal.events[0]["settings"])
+            if changed:
+                logger.warning(f"The journal was begun with other options, so its updates may differ: {changed}.")
             self._journal.events.clear()
             return state
         if folder is not None:
@@ -110,6 +120,7 @@ class OnlineSession(Conversation):
             self._journal.write({
                 "event": "opened", "format": FORMAT, "state": state.record(), "updates": self._updates.applied,
                 "folder": None if folder is None else str(folder.absolute()),
+                "settings": settings_of(self.trainer.args),
             })  # fmt: skip
         return state
 
@@ -249,8 +260,11 @@ class OnlineSession(Conversation):
 
         Raises:
             `FileExistsError`: the folder holds something else.
+            `ValueError`: the journal lies in it.
         """
         folder = Path(folder).absolute()
+        if self._journal is not None and folder in self._journal.path.absolute().parents:
+            raise ValueError(f"The journal lies in {folder}, which is replaced as a whole. Save to another folder.")
         storage.write(self.trainer, folder, {"state": self._state.record(), **self._updates.record()})
         self._record({"event": "saved", "folder": str(folder)})
 

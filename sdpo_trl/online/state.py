@@ -14,7 +14,9 @@ from .records import Attempt, Call, Message, Observation, Reply
 
 Event = dict[str, Any]
 
-CUT_OFF = "Error: the session ended while this tool ran. Whether it did its work is not known: look before you go on."
+_UNKNOWN = "Whether it did its work is not known: look before you go on."
+CUT_OFF = f"Error: the session ended while this tool ran. {_UNKNOWN}"
+INTERRUPTED = f"Error: this call was interrupted. {_UNKNOWN}"
 
 
 @dataclass

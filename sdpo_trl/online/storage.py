@@ -41,7 +41,9 @@ def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
     if folder.exists() and any(folder.iterdir()) and not (folder / SESSION).is_file():
         raise FileExistsError(f"{folder} holds something else than a session. Take another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+    for left in folder.parent.glob(f".{folder.name}-*.partial"):  # by a process that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-", suffix=".partial") as made:
         with ExitStack() as stack:
             for name, value in (("output_dir", made), ("push_to_hub", False), ("save_only_model", False)):
                 stack.enter_context(attribute(trainer.args, name, value))
@@ -49,8 +51,8 @@ def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
         whole = Path(made) / f"checkpoint-{trainer.state.global_step}"
         (whole / SESSION).write_text(json.dumps(session), encoding="utf-8")
         old = _beside(folder, "old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
+        if folder.exists():  # else a process was killed between these two, and the old one is all there is
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         whole.rename(folder)
         shutil.rmtree(old, ignore_errors=True)

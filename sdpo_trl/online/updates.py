@@ -5,6 +5,7 @@ Knows: rows, the trainer, the journal's events of updates. Deliberately does not
 
 import logging
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +39,10 @@ class Updates:
     ) -> None:
         self.trainer = trainer
         self.metrics: list[dict[str, Any]] = []  # of the updates in force
-        self.applied: list[int] = []  # their ids
+        self.applied: list[str] = []  # their ids
         self.version = 0  # of the weights; never comes back to an earlier value
         self._journal = journal
         self._snapshots: deque[Snapshot] = deque(maxlen=undo_depth)
-        self._next_id = 0
         self._watch = UpdateWatch()
         trainer.add_callback(self._watch)
         events = [] if journal is None else journal.events
@@ -52,7 +52,7 @@ class Updates:
         if folder is not None:
             saved = storage.session_of(folder)
             self.applied, self.metrics = list(saved["updates"]), list(saved["metrics"])
-            self.version, self._next_id = saved["version"], saved["next_id"]
+            self.version = saved["version"]
         self._catch_up(events)
 
     @property
@@ -86,8 +86,7 @@ class Updates:
             if on_progress is not None:
                 on_progress(Progress(stage, STAGES.index(stage) + 1, len(STAGES)))
 
-        identity = self._next_id
-        self._next_id += 1
+        identity = uuid.uuid4().hex  # no other session's update has it, whatever folder is saved over which
         self._write({"event": "update", "id": identity, "rows": rows})
         self._watch.on_stage = tell
         try:
@@ -119,11 +118,9 @@ class Updates:
 
     def record(self) -> dict[str, Any]:
         """What a saved session keeps."""
-        return {
-            "updates": self.applied, "metrics": self.metrics, "version": self.version, "next_id": self._next_id,
-        }  # fmt: skip
+        return {"updates": self.applied, "metrics": self.metrics, "version": self.version}
 
-    def _step(self, identity: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def _step(self, identity: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         snapshot = Snapshot(self.trainer)
         start = time.perf_counter()
         self.version += 1
@@ -172,7 +169,6 @@ class Updates:
                 "journal onto a fresh adapter."
             )
         kinds = [event["event"] for event in events]
-        self._next_id = max([self._next_id, *(event["id"] + 1 for event in events if event["event"] == "update")])
         missing = list(updates.items())[len(self.applied) :]
         if missing:
             logger.info(f"The journal holds {len(missing)} updates that are made again.")
@@ -186,6 +182,6 @@ class Updates:
                 self._step(identity, event["rows"])
             except ValueError as error:
                 # It broke then, too, and the process was killed before that was noted.
-                logger.warning(f"Update {identity} of the journal cannot be made and is given up: {error}")
+                logger.warning(f"An update of the journal cannot be made and is given up: {error}")
                 self._write({"event": "aborted", "id": identity})
         self.version = max(self.version, sum(map(kinds.count, ("update", "aborted", "undone"))))

@@ -113,7 +113,7 @@ def _report(options: argparse.ArgumentParser, args: argparse.Namespace) -> Path:
         if args.model is not None:
             writer = MapWriter(args.run, out, lambda of_run: _scorer(args, of_run))
         page = run_report(args.run, out, writer)
-    except (FileNotFoundError, ImportError) as error:
+    except (OSError, ImportError) as error:
         options.error(str(error))
     print(page)
     return page

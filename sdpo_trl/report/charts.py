@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 DASHES = ((), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2), (3, 1, 1, 1, 1, 1), (9, 3))  # in widths of the line
 LINE_WIDTH = 1.7
+COLOURS = 8  # in the page's palette; further lines begin it anew, with other dashes
 _SVG = "http://www.w3.org/2000/svg"
 # Colours that stand for a place in the page's palette until the picture is drawn.
 _INK, _GRID, _WARN = "#010101", "#020202", "#030303"
@@ -22,7 +23,7 @@ _SIZE = (5.2, 2.35)  # inches; the page scales them
 
 
 def _colour(index: int) -> str:
-    return f"#04{index:04x}"
+    return f"#04{index % COLOURS:04x}"
 
 
 @dataclass(frozen=True)

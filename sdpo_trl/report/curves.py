@@ -3,6 +3,7 @@
 Knows: the names under which TRL and the trainer log. Deliberately does not know: HTML, drawing, files.
 """
 
+import math
 from collections.abc import Sequence
 
 from ..timing import PARTS
@@ -85,11 +86,24 @@ def thin(points: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> tuple[
     return tuple(points[i * (len(points) - 1) // (most - 1)] for i in range(most))
 
 
+def names_of(run: RunRecord, name: str) -> list[tuple[str, str]]:
+    """Under which names a number was logged, and what tells them apart: one for each evaluation set."""
+    if not name.startswith("eval_"):
+        return [(name, "")]
+    return [
+        (f"{prefix}_{name.removeprefix('eval_')}", "" if prefix == "eval" else f" ({prefix.removeprefix('eval_')})")
+        for prefix in run.evaluations
+    ]
+
+
 def charts(run: RunRecord) -> list[Chart]:
     """All charts for which the run has numbers, the time of a step last."""
     made = []
     for title, unit, share, lines in _CHARTS:
-        found = [(label, run.series(name), always) for label, name, always in lines]
+        found = [
+            (label + suffix, run.series(name), always) for label, under, always in lines
+            for name, suffix in names_of(run, under)
+        ]  # fmt: skip
         series = [
             Series(label, thin(points)) for label, points, always in found
             if points and (always or any(value for _, value in points))
@@ -117,7 +131,8 @@ def _times(run: RunRecord) -> Chart | None:
     rows = [
         (step, [values.get(f"sdpo/time/{part}", 0.0) for part in PARTS])
         for step, values in run.logs
-        if "sdpo/time/step" in values
+        if math.isfinite(sum(value for name, value in values.items() if name.startswith("sdpo/time/")))
+        and "sdpo/time/step" in values
     ]
     if not rows:
         return None

@@ -5,7 +5,6 @@ cannot be read is passed over, and said.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,12 @@ from typing import Any, Literal
 import psutil
 
 from ..run_log import RUN_LOG
+from .numbers import Logs, by_set, gaps, is_drawn, numbers
 
 State = Literal["running", "finished", "failed", "stopped", "unknown"]
+# Steps that a browser counts exactly, and seconds that are a date.
+_STEPS = 2**53
+_SECONDS = 1e11
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class RunRecord:
         facts (`dict[str, str]`): What else is known, in words.
         reward_weights (`dict[str, float]`): By reward function.
         notes (`tuple[str, ...]`): What could not be read.
+        evaluations (`tuple[str, ...]`): What stands before the names of an evaluation's numbers: `"eval"`, or
+            `"eval_NAME"` for each of several sets.
     """
 
     name: str
@@ -47,6 +52,7 @@ class RunRecord:
     facts: dict[str, str] = field(default_factory=dict)
     reward_weights: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    evaluations: tuple[str, ...] = ("eval",)
 
     @property
     def step(self) -> int:
@@ -54,9 +60,8 @@ class RunRecord:
         return max((step for step, _ in self.logs), default=0)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Step and value wherever a number was logged under this name; what is not finite is left out."""
-        found = ((step, values.get(name)) for step, values in self.logs)
-        return [(step, value) for step, value in found if value is not None and math.isfinite(value)]
+        """Step and value wherever a number was logged under this name; what cannot be drawn is left out."""
+        return [(step, values[name]) for step, values in self.logs if name in values and is_drawn(values[name])]
 
 
 def read_run(folder: "str | Path", now: float | None = None) -> RunRecord:
@@ -77,20 +82,23 @@ def read_run(folder: "str | Path", now: float | None = None) -> RunRecord:
     notes: list[str] = []
     records = _sessions(_records(folder / RUN_LOG, notes), notes)
     logs = [
-        (r["step"], _numbers(r["values"])) for r in records if r["kind"] == "log" and isinstance(r.get("values"), dict)
+        (r["step"], numbers(r["values"])) for r in records if r["kind"] == "log" and isinstance(r.get("values"), dict)
     ]
     if not logs:
         logs = _saved_logs(folder, notes)
     if not logs and not records:
         raise FileNotFoundError(
             f"{folder} holds neither a `{RUN_LOG}` nor a `trainer_state.json` that can be read"
-            f"{': ' + ' '.join(notes) if notes else ''}. Give the `output_dir` of a run of `SDPOTrainer`."
+            f"{': ' + ' '.join(notes) if notes else '.'} Give the `output_dir` of a run of `SDPOTrainer`."
         )
     session = next((r for r in reversed(records) if r["kind"] == "session"), {})
     state, said = _state(records, session, now)
+    logs, evaluations = by_set(logs)
+    notes += gaps(logs)
     settings = session.get("settings")
     pairs = settings.items() if isinstance(settings, dict) else ()
-    names, weights = session.get("rewards") or [], session.get("reward_weights") or []
+    names, weights = session.get("rewards"), session.get("reward_weights")
+    weighed = zip(names, weights, strict=False) if isinstance(names, list) and isinstance(weights, list) else ()
     return RunRecord(
         folder.absolute().name,
         state,
@@ -99,8 +107,9 @@ def read_run(folder: "str | Path", now: float | None = None) -> RunRecord:
         tuple((r["step"], str(r.get("text"))) for r in records if r["kind"] == "warning"),
         {name: (pair[0], pair[1]) for name, pair in pairs if isinstance(pair, list) and len(pair) == 2},
         _facts(records, session),
-        dict(zip(names, weights, strict=False)),
+        {str(name): float(weight) for name, weight in weighed if isinstance(weight, (int, float))},
         tuple(notes),
+        evaluations,
     )
 
 
@@ -122,13 +131,18 @@ def _records(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             record = None
         whole = isinstance(record, dict) and isinstance(record.get("kind"), str)
-        if whole and isinstance(record.get("step"), int) and isinstance(record.get("time"), (int, float)):
+        if whole and _is_within(record.get("step"), int, _STEPS) and _is_within(record.get("time"), float, _SECONDS):
             yield record
         else:
             broken.append(number)
     if broken:
         which = f"line {broken[0]}" if len(broken) == 1 else f"{len(broken)} lines, first {broken[0]}"
         notes.append(f"{path.name}: {which} of {len(lines)} cannot be read and is passed over.")
+
+
+def _is_within(value: Any, kind: type, limit: float) -> bool:
+    known = isinstance(value, (kind, int)) and not isinstance(value, bool)
+    return known and 0 <= value < limit
 
 
 def _sessions(records: Iterator[dict[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
@@ -139,32 +153,32 @@ def _sessions(records: Iterator[dict[str, Any]], notes: list[str]) -> list[dict[
     kept: list[tuple[int, dict[str, Any]]] = []
     session, ended, dropped = 0, True, False
     for record in records:
-        if record["kind"] == "session":
+        kind, step = record["kind"], record["step"]
+        if kind == "session":
             session, ended = session + 1, False
-        # What is logged before training begins belongs to what follows.
-        kept.append((session + 1 if ended and record["step"] == 0 else session, record))
-        if record["kind"] in ("end", "error"):
-            ended = True
-        if record["kind"] == "begin":
+        # What is logged before training begins, by a trainer that knows of no steps, belongs to what follows.
+        kept.append((session + 1 if ended and step == 0 else session, record))
+        ended |= step > 0 or kind in ("end", "error")
+        if kind == "begin" and step == 0:
             before = len(kept)
-            kept = [(s, r) for s, r in kept if s >= session or 0 < r["step"] <= record["step"]]
-            dropped |= record["step"] == 0 and len(kept) < before
+            kept = [(s, r) for s, r in kept if s >= session]
+            dropped |= len(kept) < before
+        elif kind == "begin":
+            kept = [(s, r) for s, r in kept if (_goes_on(r, step) if s < session else r["step"] or r["kind"] != "log")]
     if dropped:
         notes.append("An earlier run in this folder is left out: training began anew.")
+    if session and any(s > session for s, _ in kept):
+        kept = [(s, r) for s, r in kept if s <= session]
+        notes.append("An evaluation by a trainer of its own is left out: of which step its model was is not known.")
     return [record for _, record in kept]
 
 
-def _numbers(values: dict[str, Any]) -> dict[str, float]:
-    """What can be drawn; a number that is not finite was written as text."""
-    numbers = {}
-    for name, value in values.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if is_number or value in ("nan", "inf", "-inf"):
-            numbers[name] = float(value)
-    return numbers
+def _goes_on(record: dict[str, Any], step: int) -> bool:
+    """Whether it still holds for a session that resumed from this step; what is said at each start is not kept."""
+    return record["step"] <= step and (record["step"] > 0 or record["kind"] in ("session", "log"))
 
 
-def _saved_logs(folder: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+def _saved_logs(folder: Path, notes: list[str]) -> Logs:
     """The history in the latest checkpoint that can be read: all that a run of another trainer leaves."""
     best: tuple[int, list[Any]] = (-1, [])
     for path in sorted([*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]):
@@ -179,7 +193,7 @@ def _saved_logs(folder: Path, notes: list[str]) -> list[tuple[int, dict[str, flo
             f"There is no {RUN_LOG}: the numbers are those of a checkpoint at step {best[0]}, and neither warnings "
             "nor settings are known."
         )
-    return [(row["step"], _numbers({k: v for k, v in row.items() if k != "step"})) for row in rows]
+    return [(row["step"], numbers({k: v for k, v in row.items() if k != "step"})) for row in rows]
 
 
 def _state(records: list[dict[str, Any]], session: dict[str, Any], now: float) -> tuple[State, str]:
@@ -228,12 +242,12 @@ def duration(seconds: float) -> str:
 def _facts(records: list[dict[str, Any]], session: dict[str, Any]) -> dict[str, str]:
     facts = {name: str(session[key]) for key, name in (("model", "Model"), ("teacher", "Teacher")) if key in session}
     names = session.get("rewards")
-    if names:
+    if names and isinstance(names, list):
         facts["Reward"] = ", ".join(map(str, names))
     if records:
         began, last = records[0]["time"], records[-1]["time"]
         facts["Began"] = datetime.fromtimestamp(began).strftime("%Y-%m-%d %H:%M")
-        facts["Time"] = duration(last - began)
+        facts["Time"] = duration(max(last - began, 0.0))
     resumed = [r["step"] for r in records if r["kind"] == "begin" and r["step"] > 0]
     if resumed:
         facts["Resumed at step"] = ", ".join(map(str, resumed))

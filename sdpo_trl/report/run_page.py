@@ -4,9 +4,11 @@ Knows: HTML, what a reader looks for first. Deliberately does not know: models, 
 are made visible and escaped as on the heat map's page, and the policy of that page forbids everything from outside.
 """
 
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from urllib.parse import quote
 from markupsafe import Markup
 
 from ..reprompt import Prompt, completion_text, message_text
-from .charts import DASHES, LINE_WIDTH, Chart, draw, smoothing
-from .curves import charts
+from .charts import COLOURS, DASHES, LINE_WIDTH, Chart, draw, smoothing
+from .curves import charts, names_of
 from .page import asset, digest, embedded, environment, number
 from .rollouts import Choice, Page, choose, read_pages
 from .run import RunRecord, read_run
@@ -42,6 +44,7 @@ def run_report(folder: "str | Path", out: "str | Path | None" = None, linker: Li
     Raises:
         `FileNotFoundError`: there is no run in the folder.
         `ImportError`: matplotlib is not installed.
+        `OSError`: the page cannot be written.
     """
     folder = Path(folder)
     out = folder / REPORT if out is None else Path(out)
@@ -52,10 +55,15 @@ def run_report(folder: "str | Path", out: "str | Path | None" = None, linker: Li
     pages = [page for page in read_pages(folder) if until is None or page.step <= until]
     base = os.path.relpath(folder.absolute(), out.absolute().parent)
     page = render(run, (best, worst), pages, notes, base, linker)
-    out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial")
-    partial.write_text(page, encoding="utf-8")
-    partial.replace(out)  # a browser that reloads never meets half a page
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(out)  # a browser that reloads never meets half a page
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise OSError(f"The report cannot be written to {out} ({error}). Give another place with `--out`.") from error
     return out
 
 
@@ -129,6 +137,7 @@ def _chart(chart: Chart, svg: str) -> dict[str, Any]:
     lines = [
         {
             "label": line.label,
+            "colour": index % COLOURS,
             "last": number(line.points[-1][1]),
             "dashes": " ".join(f"{part * LINE_WIDTH:g}" for part in DASHES[index % len(DASHES)]) or "none",
         }
@@ -150,10 +159,11 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
         ("Self-teacher's success", "eval_sdpo/teacher_success_share"),
         ("Reward", "reward"),
     ):
-        points = run.series(name)
-        if points:
-            best = max(points, key=lambda point: point[1])
-            tiles.append((label, number(points[-1][1]), f"best {number(best[1])} at step {best[0]}"))
+        for logged, suffix in names_of(run, name):
+            points = run.series(logged)
+            if points:
+                best = max(points, key=lambda point: point[1])
+                tiles.append((label + suffix, number(points[-1][1]), f"best {number(best[1])} at step {best[0]}"))
     points = run.series("sdpo/divergence")
     if points:
         tiles.append(("Divergence", number(points[-1][1]), f"{number(points[0][1])} at step {points[0][0]}"))
@@ -165,9 +175,10 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
             for name in times[-1]
             if name.startswith("sdpo/time/") and not name.endswith(("/step", "/outside"))
         }
-        largest = max(parts, key=parts.__getitem__)
-        share = parts[largest] / whole if whole else 0.0
-        tiles.append(("Time of a step", f"{number(whole)} s", f"{share:.0%} {largest.replace('_', ' ')}"))
+        largest = max(parts, key=parts.__getitem__, default=None)
+        if largest is not None and math.isfinite(whole) and whole > 0:
+            share = f"{parts[largest] / whole:.0%} {largest.replace('_', ' ')}"
+            tiles.append(("Time of a step", f"{number(whole)} s", share))
     return tiles
 
 

@@ -22,15 +22,17 @@ def prepare() -> None:
     torch.manual_seed(0)
 
 
-def interleave(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+def interleave(
+    contenders: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Seconds per call, the median of `rounds`, each contender once per round and once before to warm up."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for index in range(rounds + 1):
         for name, call in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             call()
             if index:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -8,6 +8,8 @@ tokens, denied answers of 64; a random model of SmolLM2-135M's shape where no ot
 import argparse
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +71,35 @@ def rows_of(trainer: OnlineTrainer, count: int) -> list[dict[str, Any]]:
     ]
 
 
-def measure(trainer: OnlineTrainer, count: int, rounds: int) -> dict[str, float]:
+def measure(trainer: OnlineTrainer, count: int, rounds: int, clock: Callable[[], float]) -> dict[str, float]:
     rows = rows_of(trainer, count)
 
     def update(shares: bool) -> None:
         trainer.shares_prefixes = shares
         trainer.update(rows)
 
-    return interleave({"shared": lambda: update(True), "each by itself": lambda: update(False)}, rounds)
+    return interleave({"shared": lambda: update(True), "each by itself": lambda: update(False)}, rounds, clock)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="*", default=["live-1", "live-4", "ema-4"], help="teacher and denied answers")
+    parser.add_argument("--processor", action="store_true", help="processor time, for a machine that is shared")
     parser.add_argument("--out", default="runs/benchmarks")
     options = parser.parse_args()
+    clock = time.process_time if options.processor else time.perf_counter
     prepare()
     table = []
     with tempfile.TemporaryDirectory() as folder:
-        for teacher, counts in (("live", (1, 4)), ("ema", (4,))):  # another teacher and one answer: nothing to share
+        for case in options.cases:  # another teacher than a live one and one answer: nothing to share
+            teacher, count = case.split("-")
             trainer = build(folder, options.model, teacher)
-            for count in counts:
-                seconds = measure(trainer, count, options.rounds)
-                ratio = seconds["shared"] / seconds["each by itself"]
-                table.append({"teacher": teacher, "denied answers": count, **seconds, "ratio": ratio})
-    publish("online", table, Path(options.out))
+            seconds = measure(trainer, int(count), options.rounds, clock)
+            ratio = seconds["shared"] / seconds["each by itself"]
+            table.append({"teacher": teacher, "denied answers": int(count), **seconds, "ratio": ratio})
+            publish("online", table, Path(options.out))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,204 @@
+"""On-policy distillation of an agent: a stronger model scores the very tokens that the student wrote with its tools.
+
+    python examples/agent_distillation.py --seed 0
+
+Offline, two CPU cores, minutes. A small Llama is taught to answer questions with three tools (`agent_desk.py`): the
+teacher. The student is the same model after it has learned from somebody careless, who leaves out steps and takes any
+unit. It acts for itself, and each of its tokens, in every turn, is distilled towards what the teacher would have
+written there (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on
+trajectories that the teacher wrote beforehand for the same questions (TRL's `SFTTrainer`). All are asked the same
+held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
+
+Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
+`--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true --learning_rate 1e-5
+--fixed_learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too.
+"""
+
+import copy
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything of Hugging Face is imported; nothing is fetched
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import agent_desk as desk
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from trl import SFTConfig, SFTTrainer, TrlParser
+from trl.chat_template_utils import get_training_chat_template
+
+from sdpo_trl import SDPOConfig, SDPOTrainer
+
+DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
+            "distillation_alpha": 0.0, "learning_rate": 5e-4, "max_steps": 40, "num_generations": 1}  # fmt: skip
+Build = Callable[[], PreTrainedModel]  # a model as it is before any training; a trainer keeps what it is given
+
+
+@dataclass
+class DistillationArguments:
+    model: str | None = field(default=None, metadata={"help": "The student: a folder or a name. None: a tiny Llama."})
+    teacher_model: str | None = field(default=None, metadata={"help": "The teacher, where `--model` is given."})
+    prompts: int = field(default=96, metadata={"help": "Questions that are trained on."})
+    held_out: int = field(default=128, metadata={"help": "Questions that are only asked at the end."})
+    teacher_steps: int = field(default=400, metadata={"help": "Warm start of the tiny teacher."})
+    student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
+    samples: int = field(default=2, metadata={"help": "Answers to each held-out question."})
+    fixed_learning_rates: list[float] = field(
+        default_factory=lambda: [5e-4, 1e-3], metadata={"help": "Training on fixed data: the better one counts."}
+    )
+
+
+def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: int) -> tuple[Any, Build, Build]:
+    """`(tokenizer, student, teacher)`: loaded, or built and warm-started on questions that are not held out."""
+    if (options.model is None) != (options.teacher_model is None):
+        raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
+    if options.model is not None:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        return tokenizer, *(
+            lambda name=name: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+            for name in (options.model, options.teacher_model)
+        )
+    tokenizer, rng = desk.build_tokenizer(), random.Random(seed)
+    by_kind = {kind: [task for task in tasks if task.kind == kind] for kind in desk.KINDS}
+
+    def talks(told: Callable[[desk.Task], desk.Conversation], steps: int) -> list[desk.Conversation]:
+        return [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
+
+    teacher = desk.build_model(tokenizer, seed, 96)
+    solved = talks(lambda task: desk.solved(task, rng, slip_rate=0.1), options.teacher_steps)
+    desk.warm_start(teacher, tokenizer, solved, seed, steps=options.teacher_steps)
+    student = copy.deepcopy(teacher)
+    careless = talks(lambda task: desk.careless(task, rng), options.student_steps)
+    desk.warm_start(student, tokenizer, careless, seed, steps=options.student_steps, learning_rate=1e-3)
+    return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
+
+
+def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
+    told = [{"role": "system", "content": desk.SYSTEM}] if system else []
+    return Dataset.from_list(
+        [{"prompt": [*told, {"role": "user", "content": task.question}], "answer": task.answer} for task in tasks]
+    )
+
+
+def act(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset
+) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
+    """Let a model answer, in the trainer's own loop: `(what the table shows, prompts and completions)`."""
+    seen: list[list[dict[str, Any]]] = []
+
+    def watched(prompts, completions, answer, **columns):
+        seen.extend([*prompt, *said] for prompt, said in zip(prompts, completions, strict=True))
+        return desk.right_answer(completions, answer)
+
+    evaluation = copy.copy(args)
+    evaluation.teacher_context, evaluation.teacher_model_kind = "feedback", "live"  # nothing is distilled here
+    evaluator = SDPOTrainer(
+        model, watched, evaluation, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer, tools=desk.TOOLS
+    )
+    evaluator.remove_callback(PrinterCallback)
+    return desk.summary(evaluator.evaluate()), seen
+
+
+def distil(
+    student: Build, teacher: Build, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """On-policy."""
+    with desk.Phase() as phase:
+        trainer = SDPOTrainer(
+            student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=desk.TOOLS,
+            teacher_model=teacher(),
+        )  # fmt: skip
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    per_rollout = [log["sdpo/assistant_tokens"] for log in trainer.state.log_history if "loss" in log]
+    tokens = round(sum(per_rollout) * args.generation_batch_size)
+    return trainer.model, {"tokens_trained": tokens, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
+
+
+def write_down(
+    teacher: Build, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset, tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """Fixed data: ids and labels of what the teacher samples for all questions in turn, until so many are learned."""
+    made = get_training_chat_template(tokenizer)  # `None`: the tokenizer's own marks the assistant's turns
+    data: list[tuple[list[int], list[int]]] = []
+    while tokens > 0:
+        said = act(teacher(), tokenizer, args, rows)[1]
+        random.Random(args.seed).shuffle(said)
+        for ids, labels in desk.encode(tokenizer, [desk.Conversation(turns) for turns in said], chat_template=made):
+            if tokens > 0:
+                data.append((ids, labels))
+                tokens -= desk.learned(labels)
+    return data
+
+
+def finetune(
+    student: Build,
+    tokenizer: PreTrainedTokenizerBase,
+    args: SDPOConfig,
+    data: list[tuple[list[int], list[int]]],
+    rate: float,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Supervised, each trajectory once, in batches of the on-policy run's size and with its schedule."""
+    shared = ("lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "use_cpu", "bf16", "logging_steps",
+              "disable_tqdm", "report_to", "save_strategy", "gradient_checkpointing")  # fmt: skip
+    config = SFTConfig(
+        args.output_dir, per_device_train_batch_size=args.generation_batch_size, num_train_epochs=1,
+        learning_rate=rate, max_length=None, **{name: getattr(args, name) for name in shared},
+    )  # fmt: skip
+    with desk.Phase() as phase:
+        rows = Dataset.from_dict({"input_ids": [ids for ids, _ in data], "labels": [own for _, own in data]})
+        trainer = SFTTrainer(student(), config, train_dataset=rows, processing_class=tokenizer)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    tokens = sum(desk.learned(labels) for _, labels in data)
+    return trainer.model, {"tokens_trained": tokens, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    start = time.perf_counter()
+    torch.set_num_threads(1)  # so small a model gains little from more, and loses much where cores are shared
+    parser = TrlParser((DistillationArguments, SDPOConfig))
+    parser.set_defaults(**DEFAULTS)
+    options, args = parser.parse_args_and_config(argv)
+    rest, held_out = desk.split(desk.all_tasks(), options.held_out, random.Random(args.seed))
+    tokenizer, student, teacher = build_models(options, rest, args.seed)
+    system = options.model is not None
+    asked = rows_of(held_out * options.samples, system)
+    trained_on = rows_of(desk.split(rest, options.prompts, random.Random(args.seed + 1))[1], system)
+    warm = round(time.perf_counter() - start, 1)
+
+    def measured(model: PreTrainedModel, costs: dict[str, Any]) -> dict[str, Any]:
+        return {**act(model, tokenizer, args, asked)[0], **costs}
+
+    table = {"student before": measured(student(), {}), "teacher": measured(teacher(), {})}
+    model, costs = distil(student, teacher, tokenizer, args, trained_on)
+    model.save_pretrained(args.output_dir)
+    tokenizer.save_pretrained(args.output_dir)
+    table["student, on-policy"] = measured(model, costs)
+    fixed = {}
+    with desk.Phase() as writing:
+        data = write_down(teacher, tokenizer, args, trained_on, costs["tokens_trained"])
+    for rate in options.fixed_learning_rates:
+        model, costs = finetune(student, tokenizer, args, data, rate)
+        costs["seconds"] = round(costs["seconds"] + writing.seconds, 1)
+        fixed[str(rate)] = measured(model, costs)
+    best = max(fixed, key=lambda rate: fixed[rate]["accuracy"])
+    table["student, fixed data"] = fixed[best]
+    results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": args.max_steps * args.generation_batch_size,
+               "table": table, "fixed": fixed, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1))
+    print(desk.markdown(table))
+    print(f"{len(held_out)} held-out questions, seed {args.seed}; {results['seconds']:.0f} s in all, "
+          f"{warm:.0f} of them for the warm start. Results: {args.output_dir}/results.json")  # fmt: skip
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""The two examples of agents: tools, tokenizer and remarks by hand, and runs of a few steps.
+
+The whole runs take minutes each: `pytest -m slow tests/test_agent_examples.py`.
+"""
+
+import copy
+import json
+import random
+
+import agent_desk as desk
+import agent_distillation
+import agent_feedback
+import pytest
+import tiny
+import torch
+from trl import GRPOTrainer
+
+from sdpo_trl import SDPOConfig, SDPOTrainer
+
+
+def test_the_tools():
+    assert desk.weather("rome") == "25C"
+    for given, unit, expected in (
+        ("25C", "F", "77F"), ("77F", "C", "25C"), ("5C", "K", "278K"), ("20C", "R", "16R"), ("3h", "min", "180min"),
+        ("90 min", "h", "1.50h"), ("-40C", "F", "-40F"),
+    ):  # fmt: skip
+        assert desk.convert(given, unit) == expected
+    for expression, value in (("77*2", "154"), ("1+2*(3-5)", "-3"), ("-7/2", "-3.50"), ("0.1+0.2", "0.30")):
+        assert desk.calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: desk.weather("Rome!"),
+        lambda: desk.convert("25", "F"),
+        lambda: desk.convert("25C", "min"),
+        lambda: desk.convert("25X", "C"),
+        lambda: desk.calculate("__import__('os')"),
+        lambda: desk.calculate("2**9"),
+        lambda: desk.calculate("1/0"),
+        lambda: desk.calculate("(1"),
+        lambda: desk.calculate("True+1"),
+        lambda: desk.calculate("1e999"),
+        lambda: desk.calculate("1+" * 40 + "1"),
+    ],
+)
+def test_nonsense_is_refused(call):
+    with pytest.raises(ValueError):
+        call()
+
+
+def test_every_question_has_its_answer_and_no_held_out_one_is_trained_on():
+    tasks = desk.all_tasks()
+    assert len({task.question for task in tasks}) == len(tasks)
+    assert not any("error" in task.answer for task in tasks)
+    assert {task.answer for task in tasks if task.question == "rome in F times 2"} == {"154"}
+    rest, held_out = desk.split(tasks, 40, random.Random(0))
+    assert [sum(task.kind == kind for task in held_out) for kind in desk.KINDS] == [10] * 4
+    assert not {task.question for task in rest} & {task.question for task in held_out}
+
+
+@pytest.mark.parametrize("words", [(), agent_feedback.HOUSE_WORDS])
+def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(words):
+    tokenizer = desk.build_tokenizer(words)
+    rng = random.Random(0)
+    talks = [desk.solved(task, rng, slip_rate=0.3) for task in rng.sample(desk.all_tasks(), 30)]
+    for talk, (ids, labels) in zip(talks, desk.encode(tokenizer, talks), strict=True):
+        text = tokenizer.apply_chat_template(talk.messages, tools=desk.TOOLS, tokenize=False)
+        assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+        turns = [message for message in talk.messages if message["role"] == "assistant"]
+        learned = [turn for number, turn in enumerate(turns) if number not in talk.slips]
+        assert labels.count(tokenizer.eos_token_id) == len(learned)
+        own = tokenizer.decode([label for label in labels if label != -100]).split(desk.EOS)[:-1]
+        for turn, said in zip(learned, own, strict=True):
+            read = tokenizer.parse_response(tokenizer(said + desk.EOS).input_ids, prefix="<|assistant|>")
+            assert read.get("tool_calls") == turn.get("tool_calls") and read.get("content", "") == turn["content"]
+
+
+def test_the_careless_answer_in_the_end_with_what_they_saw():
+    rng = random.Random(0)
+    right = []
+    for task in rng.sample(desk.all_tasks(), 200):
+        talk = desk.careless(task, rng)
+        assert "error" not in str(talk.messages)
+        right.append(desk.is_right(talk.messages[1:], task.answer))
+    assert 0.1 < sum(right) / len(right) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [("77F", 1), ("77 F", 1), ("77", 1), ("77C", 0), ("78F", 0), ("", 0), ("77F or so", 0)],
+)
+def test_the_reward(said, right):
+    assert desk.right_answer([[{"role": "assistant", "content": said}]], ["77F"]) == [right]
+
+
+def test_a_rollout_that_ends_in_a_call_has_no_answer():
+    call = {"role": "assistant", "content": "77F", "tool_calls": [desk.look_up("rome").message]}
+    assert not desk.is_right([call], "77F") and not desk.is_right([], "77F")
+
+
+ORDER = agent_feedback.Order("rome", "F", "*2")
+RIGHT = [desk.look_up("rome"), desk.to_unit("25C", "F"), desk.compute("77*2")]
+
+
+@pytest.mark.parametrize(
+    ("turns", "remarks"),
+    [
+        ([*RIGHT, None], []),
+        ([RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298*2"), None], [(1, "wrong unit: F")]),
+        ([RIGHT[0], RIGHT[1], desk.compute("77+3"), None], [(2, "wrong step: calculate *2")]),
+        ([RIGHT[0], RIGHT[2], RIGHT[2], None], [(1, "wrong tool: convert F")]),
+        ([RIGHT[0], None], [(1, "missing step: convert F")]),
+        ([None], [(0, "missing step: weather")]),
+        ([desk.to_unit("1C", "F"), desk.to_unit("1C", "R"), RIGHT[2], None],
+         [(0, "wrong tool: weather"), (1, "wrong unit: F")]),
+        ([*RIGHT, RIGHT[0], None], []),
+    ],
+)  # fmt: skip
+def test_what_the_environment_says(turns, remarks):
+    talk = desk.Conversation([])
+    for call in turns:
+        talk.say([call] if call else [], text="" if call else "154")
+    assert agent_feedback.review(ORDER, talk.messages) == remarks
+
+
+def test_new_words_have_no_meaning_in_the_warm_start():
+    """A known word always goes with its step, a new one with each; told turns do what they are told."""
+    house = agent_feedback.houses(0)
+    talks = agent_feedback.warm_start_talks(house, 600, random.Random(0))
+    meant = {}
+    for talk in talks:
+        question = talk.messages[0]["content"].split(";")[0]
+        functions = [call["function"] for message in talk.messages for call in message.get("tool_calls", [])]
+        unit = [f["arguments"]["unit"] for f in functions if f["name"] == "convert"]
+        if not talk.slips:
+            meant.setdefault(question.split()[1], set()).update(unit)
+    for words, count in zip(house, (1, 3), strict=True):
+        assert [len(meant[word]) for word in words.units] == [count] * 3
+    for talk in talks:
+        for line, said in zip(talk.messages, talk.messages[1:], strict=False):
+            told = line["content"].rpartition(": ")[2].split()[-1] if line["role"] == "user" else ""
+            turn = [m["role"] for m in talk.messages].index("assistant")
+            slip = talk.messages.index(said) != turn and talk.slips
+            if told and not slip and said.get("tool_calls") and ":" in line["content"]:
+                function = said["tool_calls"][0]["function"]
+                assert told in (function["name"], function["arguments"].get("unit")) or str(
+                    function["arguments"].get("expression")
+                ).endswith(told)
+
+
+# A few steps of each
+
+
+def quick(module, folder, **options):
+    return SDPOConfig(**{**module.DEFAULTS, "output_dir": str(folder), "per_device_train_batch_size": 8,
+                         "max_steps": 2, "max_completion_length": 40, "num_generations": 2, **options})  # fmt: skip
+
+
+def test_the_teachers_lines_stand_in_front_of_the_turns_that_they_are_about(tmp_path):
+    tokenizer = desk.build_tokenizer(agent_feedback.HOUSE_WORDS)
+    words = agent_feedback.houses(0)[1]
+    args = quick(agent_feedback, tmp_path, max_completion_length=110)
+    model = desk.build_model(tokenizer, 0, 16)
+    trainer = agent_feedback.make(SDPOTrainer, model, tokenizer, args, agent_feedback.rows_of([ORDER] * 8, words))
+    calls = (RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298*2"))
+    script = [f"<tool_call>{json.dumps(call.message['function'])}</tool_call>$" for call in calls]
+    (inputs,) = tiny.micro_batches(tiny.acting(trainer, [[*script, "596$"]]))
+    active = trainer._active(inputs)
+    for row in range(8):
+        read = inputs["teacher_completion_ids"][row][inputs["teacher_completion_mask"][row].bool()]
+        assert "<|tool|>25C<|user|>wrong unit: F<|assistant|><tool_call>" in tokenizer.decode(read)
+        distilled = tokenizer.decode(inputs["completion_ids"][row][active[row]])
+        assert distilled == script[1].replace("$", desk.EOS)  # `hinted_turn`
+    assert trainer.environments[0].feedback == [(1, "wrong unit: F")]
+
+
+@pytest.mark.parametrize("trainer_class", [SDPOTrainer, GRPOTrainer])
+def test_the_agent_of_the_feedback_example_trains(tmp_path, trainer_class):
+    tokenizer = desk.build_tokenizer(agent_feedback.HOUSE_WORDS)
+    house = agent_feedback.houses(0)
+    model = desk.build_model(tokenizer, 0, 16)
+    desk.warm_start(model, tokenizer, agent_feedback.warm_start_talks(house, 40, random.Random(0)), 0, steps=2)
+    before = copy.deepcopy(model.state_dict())
+    args = quick(agent_feedback, tmp_path)
+    if trainer_class is GRPOTrainer:
+        args = agent_feedback.grpo_config(args, 1e-3)
+    rows = agent_feedback.rows_of(agent_feedback.ORDERS[:16], house[1])
+    trained, costs = agent_feedback.run(trainer_class, model, tokenizer, args, rows)
+    assert costs["seconds"] > 0
+    tiny.assert_equal(model.state_dict(), before)  # a copy is trained
+    if trainer_class is SDPOTrainer:
+        assert any(not torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+
+
+def test_a_small_run_of_the_distillation(tmp_path, capsys):
+    results = agent_distillation.main(
+        ["--teacher_steps", "3", "--student_steps", "3", "--max_steps", "2", "--held_out", "8", "--prompts", "8",
+         "--samples", "1", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
+         "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path)]
+    )  # fmt: skip
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written == json.loads(json.dumps(results))
+    table = results["table"]
+    assert list(table) == ["student before", "teacher", "student, on-policy", "student, fixed data"]
+    learned = table["student, on-policy"]["tokens_trained"], table["student, fixed data"]["tokens_trained"]
+    assert learned[0] > 0 and 0 <= learned[1] - learned[0] < 100  # the same budget, up to one trajectory
+    assert "| student, on-policy |" in capsys.readouterr().out
+    again = agent_distillation.main(
+        ["--model", str(tmp_path), "--teacher_model", str(tmp_path), "--max_steps", "1", "--held_out", "4",
+         "--samples", "1", "--prompts", "8", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
+         "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path / "again")]
+    )  # fmt: skip
+    assert again["table"]["teacher"] == again["table"]["student before"]
+    with pytest.raises(ValueError, match="go together"):
+        agent_distillation.main(["--model", str(tmp_path), "--output_dir", str(tmp_path)])
+
+
+# Whole runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_on_policy_student_learns_at_least_what_fixed_data_teaches(tmp_path, seed):
+    table = agent_distillation.main(["--seed", str(seed), "--output_dir", str(tmp_path)])["table"]
+    accuracy = {name: row["accuracy"] for name, row in table.items()}
+    assert accuracy["student, on-policy"] >= accuracy["student before"] + 0.25
+    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_agent_learns_from_what_its_environment_says(tmp_path, seed):
+    table = agent_feedback.main(["--seed", str(seed), "--output_dir", str(tmp_path)])["table"]
+    accuracy = {name: row["accuracy"] for name, row in table.items()}
+    assert accuracy["SDPO, own feedback"] >= accuracy["before"] + 0.25
+    assert accuracy["SDPO, own feedback"] > accuracy["GRPO"]
