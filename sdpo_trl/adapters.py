@@ -79,8 +79,24 @@ def check_resumable(model: nn.Module) -> None:
             )
 
 
-def show_bias(model: PreTrainedModel) -> None:
-    """TRL reads the output head's `bias`, which PEFT's wrapper of a head with trained tokens hides."""
+def show_bias(model: PreTrainedModel, sharded: bool) -> None:
+    """
+    TRL reads the output head's `bias`, which PEFT's wrapper of a head with trained tokens hides.
+
+    Args:
+        model (`transformers.PreTrainedModel`): The model under the adapter.
+        sharded (`bool`): Whether processes will share its parameters (FSDP2, ZeRO-3).
+
+    Raises:
+        `NotImplementedError`: both.
+    """
     head = model.get_output_embeddings()
-    if isinstance(head, TrainableTokensWrapper):
-        vars(head)["bias"] = getattr(head.original_module, "bias", None)  # not registered a second time
+    if not isinstance(head, TrainableTokensWrapper):
+        return
+    if sharded:
+        raise NotImplementedError(
+            "Trained tokens of an output head (`trainable_token_indices` with tied embeddings) do not run under FSDP2 "
+            "or ZeRO-3, which find the same weight in two places. Use DDP or ZeRO-2, load the model with "
+            "`tie_word_embeddings=False`, or train the embeddings whole (`modules_to_save`)."
+        )
+    vars(head)["bias"] = getattr(head.original_module, "bias", None)  # not registered a second time

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.utils import get_config_model_id
 
 from . import no_reward
@@ -155,7 +156,7 @@ class SDPOTrainer(ObservedTrainer):
             )
         base = self.model.get_base_model() if is_peft_model(self.model) else self.model
         keep_gradients(base)
-        show_bias(base)
+        show_bias(base, sharded=self.is_fsdp_enabled or is_deepspeed_zero3_enabled())
         self._tap = teacher_tap = self._make_tap(base)
         self._stores: dict[str, WeightStore] = {}
         self._set_up_memory()

@@ -68,6 +68,7 @@ VARIANTS = {
     "norm": {"lora_modules_to_save": ["norm"]},
     "embeddings": {"lora_modules_to_save": ["embed_tokens"]},
     "tokens": {"lora_trainable_token_indices": [7, 8, 9]},
+    "tiedtokens": {"lora_trainable_token_indices": {"embed_tokens": [7, 8, 9]}, "model_tie_word_embeddings": True},
     "dropout": {"lora_lora_dropout": 0.3},
     "adapter": {"trained": True},
 }

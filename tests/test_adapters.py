@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from sdpo_trl.adapters import show_bias
 from sdpo_trl.weight_sync import MergedView
 
 KINDS = {
@@ -313,6 +314,15 @@ def test_a_head_with_trained_tokens_gives_the_loss_of_plain_weights(tmp_path):
         trainer = make(tmp_path, "live", student)
         losses.append(tiny.gradient(trainer, tiny.micro_batches(trainer)[0])[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] > 1e-3
+
+
+def test_a_head_with_trained_tokens_is_refused_where_parameters_are_shared():
+    model = get_peft_model(
+        tiny.build_model(tie_word_embeddings=True), tiny.lora(trainable_token_indices={"embed_tokens": [7]})
+    )
+    with pytest.raises(NotImplementedError, match=r"under FSDP2 or ZeRO-3.*tie_word_embeddings=False"):
+        show_bias(model.get_base_model(), sharded=True)
+    show_bias(get_peft_model(tiny.build_model(), tiny.lora()).get_base_model(), sharded=True)
 
 
 def test_weights_that_change_at_a_token_share_no_prefix(tmp_path):
