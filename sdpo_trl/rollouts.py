@@ -5,13 +5,13 @@ unless a name says `all`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from .feedback import TurnText, select_feedback
-from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking
+from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking, well_formed
 
 
 @dataclass(frozen=True)
@@ -241,11 +241,30 @@ def rerouted(
                 f"{source} returned {hint!r:.80} for rollout {row}. Return a `sdpo_trl.reprompt.Hint`, say "
                 "`Hint(feedback=text)`, or `None`."
             )
-    hints = [None if hint is None or hint.is_empty else hint for hint in chosen]
+    hints = [None if hint is None else _tidied(hint, row) for row, hint in enumerate(chosen)]
     if hints == routing.hints:
         return routing
     recalled = {"remembered_share": routing.stats["remembered_share"]}
     return Routing(hints, {**_stats(rollouts, hints, all_success, local, group_size), **recalled})
+
+
+def _tidied(hint: Hint, row: int) -> Hint | None:
+    """As the trainer's own sources make hints: blank texts are none, halves of surrogate pairs are written out."""
+    turns = hint.turns
+    whole = [("`solution`", hint.solution), ("`feedback`", hint.feedback)]
+    texts = [*whole, *(("text on a turn", text) for _, text in turns)]
+    for name, text in texts:
+        if not (isinstance(text, str) or (text is None and name.startswith("`"))):
+            raise TypeError(
+                f"The {name} of rollout {row} is a {type(text).__name__} ({text!r:.80}) in the hint that "
+                "`choose_hints` returned. Give one text, or `None` for no hint."
+            )
+    solution, feedback = (well_formed(text) if text and text.strip() else None for _, text in whole)
+    tidied = replace(
+        hint, solution=solution, feedback=feedback,
+        turns=tuple((turn, well_formed(text)) for turn, text in turns if text.strip()),
+    )  # fmt: skip
+    return None if tidied.is_empty else tidied
 
 
 def _stats(

@@ -81,15 +81,35 @@ def test_the_gates_come_after_it(tmp_path, monkeypatch):
     assert (logs["sdpo/hinted_share"], logs["sdpo/distilled_share"]) == pytest.approx((1.0, 7 / 8))
 
 
+def test_blank_texts_are_none_and_halves_of_characters_are_written_out(tmp_path, monkeypatch):
+    class Careless(SDPOTrainer):
+        def choose_hints(self, hints, rollouts, success):
+            blank = (
+                Hint(solution=" ", feedback="read again"),
+                Hint(solution="", feedback="\n"),
+                Hint(feedback="a\ud800b"),
+            )
+            return [blank[row % 3] for row in range(8)]
+
+    told, logs = run(tmp_path, monkeypatch, Careless)
+    assert "read again" in told["ok"] and "Correct solution" not in told["ok"]
+    assert told["no"] is None and "a\\ud800b" in told["ba"]
+    shares = ("sdpo/demonstration_share", "sdpo/hinted_share")
+    assert [logs[name] for name in shares] == pytest.approx([0, 5 / 8])
+
+
 @pytest.mark.parametrize(
     ("chosen", "error", "message"),
     [
         (None, TypeError, "`choose_hints` must return a list with one `Hint` or `None` per rollout, got None"),
         ([None], ValueError, "8 were sampled, 1 returned"),
         (["a text"] * 8, TypeError, "returned 'a text' for rollout 0.*`Hint\\(feedback=text\\)`"),
+        ([None, Hint(feedback=["a", "b"])] * 4, TypeError, "`feedback` of rollout 1 is a list.*Give one text"),
+        ([None, Hint(solution=3)] * 4, TypeError, "`solution` of rollout 1 is a int"),
+        ([Hint(turns=((0, None),))] * 8, TypeError, "text on a turn of rollout 0 is a NoneType"),
         ([Hint(turns=((3, "late"),))] * 8, ValueError, "row 0 is for turn 3, and that rollout has turns 0 to 0"),
     ],
-    ids=["nothing", "too few", "a text", "a later turn"],
+    ids=["nothing", "too few", "a text", "a list", "a number", "a turn without text", "a later turn"],
 )
 def test_anything_else_is_refused(tmp_path, monkeypatch, chosen, error, message):
     class Broken(SDPOTrainer):

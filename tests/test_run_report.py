@@ -241,6 +241,18 @@ def test_a_page_that_cannot_be_written_is_explained(tmp_path, capsys):
     assert sorted(path.name for path in folder.iterdir()) == [RUN_LOG, "report.html"]
 
 
+def test_many_warnings_are_marked_where_they_came(tmp_path, monkeypatch):
+    marked = []
+    monkeypatch.setattr(
+        "sdpo_trl.report.run_page.draw", lambda chart, marks: marked.append(marks) or draw(chart, marks)
+    )
+    lines = [record("log", i, values={"loss": 1.0 / i}) for i in range(1, 501)]
+    warnings = [record("warning", i, text="hm") for i in range(1, 501)]
+    run_report(written(tmp_path, record("session"), *lines, *warnings))
+    assert len(marked[0]) == 30 and marked[0][0] == 1 and marked[0][-1] == 500
+    assert max(b - a for a, b in zip(marked[0], marked[0][1:], strict=False)) < 20
+
+
 def test_every_line_has_a_colour_that_the_page_knows(tmp_path):
     values = {f"rewards/f{i}/mean": i / 20 for i in range(20)}
     folder = written(tmp_path, record("session"), *(record("log", i, values=values) for i in (1, 2)))

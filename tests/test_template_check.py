@@ -191,6 +191,13 @@ def test_thinking_that_the_template_drops_for_the_teacher_alone_is_no_fault():
         check_templates(renderer(assistant), [*USER, {**called, "tool_calls": None}], Templates())
 
 
+@pytest.mark.parametrize("name", ["gemma4_v5", "diffusion_gemma"])
+def test_a_header_of_another_mode_behind_a_tools_reply_is_a_fault(name):
+    check_templates(renderer(shipped(name), tools=[TOOL]), CALLED, Templates())
+    with pytest.raises(TemplateCheckError, match="check of header"):
+        check_templates(renderer(shipped(name), {"enable_thinking": True}, [TOOL]), CALLED, Templates())
+
+
 def test_an_option_that_the_template_cannot_do_without_is_no_fault():
     needs = tiny.CHAT_TEMPLATE + "{% if add_generation_prompt %}{{ language.upper() }}{% endif %}"
     options = {"language": "de"}

@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from ..reprompt import Prompt, completion_text, message_text
 from .charts import COLOURS, DASHES, LINE_WIDTH, Chart, draw, smoothing
-from .curves import charts, names_of
+from .curves import charts, names_of, thin
 from .page import asset, digest, embedded, environment, number
 from .rollouts import Choice, Page, choose, read_pages
 from .run import RunRecord, read_run
@@ -86,7 +86,8 @@ def render(
         base (`str`): The run's folder as the page sees it.
         linker (`Callable`, *optional*): See [`run_report`].
     """
-    marks = sorted({step for step, _ in run.warnings})[-_MOST_MARKS:]
+    # Evenly over all of them, so that many warnings do not look like late ones.
+    marks = [step for step, _ in thin(sorted({(step, 0.0) for step, _ in run.warnings}), _MOST_MARKS)]
     drawn = [(chart, draw(chart, [m for m in marks if _within(m, chart)])) for chart in charts(run)]
     style, script = asset("run.css"), asset("run.js")
     return environment().get_template("run.html.jinja").render(
