@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct, see get_smollm2.py")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps of 16 rollouts")
     parser.add_argument("--sdpo_learning_rates", type=float, nargs="*", default=[1e-3])
-    parser.add_argument("--grpo_learning_rates", type=float, nargs="*", default=[1e-3, 2e-4])
+    parser.add_argument("--grpo_learning_rates", type=float, nargs="*", default=[1e-3, 1e-4])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("runs/train_real"))
     options = parser.parse_args(argv)
