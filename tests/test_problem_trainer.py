@@ -293,6 +293,16 @@ def test_ranges_are_checked(wrong):
         ProblemPlan(**wrong)
 
 
+@pytest.mark.parametrize(
+    "idle",
+    [{"rest_steps": 3}, {"solved_share": 0.5}, {"key": "id"}, {"max_rounds": 2, "skip_solved": True}],
+)
+def test_what_would_have_no_effect_is_refused(idle):
+    with pytest.raises(ValueError, match=f"{next(iter(idle))}.* has no effect"):
+        ProblemPlan(**idle)
+    ProblemPlan(**{**idle, "signal_rows": 4})
+
+
 def test_problems_may_be_named_by_a_column(tmp_path):
     data = tiny.prompts(4, name=["a", "a", "b", "b"])
     made = trainer(tmp_path, solves(0, 1), ProblemPlan(skip_solved=True, key="name"), data, max_steps=4)
