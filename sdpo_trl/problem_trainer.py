@@ -179,7 +179,7 @@ class ProblemTrainer(SDPOTrainer):
             )
 
     def _problem(self, row: dict[str, Any]) -> str:
-        return question_key(row, row["prompt"], self._plan.key)
+        return question_key(row, row["prompt"], self._plan.key, "ProblemPlan.key")
 
     # Choosing
 
