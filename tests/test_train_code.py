@@ -246,12 +246,8 @@ def test_pure_blended_and_grpo(untaught, tmp_path):
     trainer = main([*config, "--output_dir", str(tmp_path / "blend"), "--distillation_weight", "0.5"])
     assert trainer.state.log_history[0]["sdpo/distilled_share"] == 1.0
     templates = [f"--{name}={getattr(SDPOConfig, name)}" for name in small_programs.TEMPLATES]
-    (tmp_path / "grpo.yaml").write_text(  # without what is left of the plan
-        (CONFIGS / "code_cpu.yaml").read_text(encoding="utf-8").replace("rest_steps: 10\n", ""), encoding="utf-8"
-    )
-    config[1] = str(tmp_path / "grpo.yaml")
     grpo = [*config, *templates, "--distillation_weight", "0", "--output_dir", str(tmp_path / "grpo")]
-    trainer = main([*grpo, "--skip_solved", "false"])
+    trainer = main([*grpo, "--skip_solved", "false", "--rest_steps", "null"])
     names = {name for name in trainer.state.log_history[0] if name.startswith("sdpo/")}
     assert all(name.startswith("sdpo/time/") for name in names)
     with pytest.raises(ValueError, match="solved problems"):
