@@ -14,6 +14,7 @@ between them both; all other options of SDPOConfig and trl.ModelConfig work too.
 """
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,19 @@ class Evaluations(TrainerCallback):
         }
 
 
+def check(data: CodeArguments, args: SDPOConfig) -> None:
+    """Refuse what would have no effect."""
+    if data.feedback_base_url is not None and data.feedback_model is None:
+        raise ValueError("`feedback_base_url` is the endpoint of `feedback_model`: name the model, or drop it.")
+    if data.resume and args.resume_from_checkpoint is not None:
+        raise ValueError("`resume` takes the last complete checkpoint: drop it, or `resume_from_checkpoint`.")
+    if data.dataset_name in ("own", "names"):
+        plain, splits = CodeArguments(), ("dataset_train_split", "dataset_test_split")
+        for name in ("dataset_config", *splits, "public_tests", "max_hidden_tests"):
+            if getattr(data, name) != getattr(plain, name):
+                raise ValueError(f"`dataset_name={data.dataset_name!r}` is fixed, so `{name}` has no effect: drop it.")
+
+
 def problems(data: CodeArguments, seed: int, held_out: bool) -> Dataset:
     """The rows to train on, or the held-out ones."""
     if data.dataset_name == "names":
@@ -118,8 +132,24 @@ def student(data: CodeArguments, args: SDPOConfig, model: ModelConfig) -> dict[s
     }
 
 
+def sets(data: CodeArguments, args: SDPOConfig) -> dict[str, Dataset | None]:
+    """The trainer's datasets; a held-out problem that is trained on as well is spoken of."""
+    trained = problems(data, args.seed, held_out=False)
+    if args.eval_strategy == "no" and not args.eval_on_start:
+        return {"train_dataset": trained, "eval_dataset": None}
+    unseen = problems(data, args.seed, held_out=True)
+    shared = {json.dumps(prompt) for prompt in trained["prompt"]} & {json.dumps(prompt) for prompt in unseen["prompt"]}
+    if shared:
+        warnings.warn(
+            f"{len(shared)} of the {len(unseen)} held-out problems are trained on as well, so what is measured on "
+            "them says nothing about new ones. See `dataset_train_split` and `dataset_test_split`.", stacklevel=2,
+        )  # fmt: skip
+    return {"train_dataset": trained, "eval_dataset": unseen}
+
+
 def main(argv: list[str] | None = None) -> ProblemTrainer:
     data, args, model = TrlParser((CodeArguments, SDPOConfig, ModelConfig)).parse_args_and_config(argv)
+    check(data, args)
     limits = Limits(cpu_seconds=data.program_seconds, wall_seconds=2.5 * data.program_seconds,
                     memory_bytes=data.program_mib << 20)  # fmt: skip
     reward = CodeReward(Sandbox(limits), score=data.score, workers=data.program_workers,
@@ -132,8 +162,7 @@ def main(argv: list[str] | None = None) -> ProblemTrainer:
         **student(data, args, model),
         reward_funcs=reward,
         args=args,
-        train_dataset=problems(data, args.seed, held_out=False),
-        eval_dataset=problems(data, args.seed, held_out=True) if args.eval_strategy != "no" else None,
+        **sets(data, args),
         feedback_func=explain,
         callbacks=[Evaluations()],
         problem_plan=ProblemPlan(data.skip_solved, data.solved_share, data.rest_steps, data.signal_rows,

@@ -57,6 +57,13 @@ class GuardedTrainer(FilesTrainer):
         finally:
             self._upload_tables()
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers looks for the end behind a step: a finished run that is taken up again would make one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def _check_size(self) -> None:
         """TRL leaves out a rollout batch that is not full; without a full one, a run would end at once."""
         needed = self.args.generation_batch_size // self.num_generations

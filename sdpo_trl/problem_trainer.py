@@ -56,6 +56,14 @@ class ProblemPlan:
                 f"`signal_rows` must not be negative and `max_rounds` at least 1, got {self.signal_rows} and "
                 f"{self.max_rounds}."
             )
+        idle = [] if self.signal_rows else ["max_rounds"]
+        idle += [] if self.active else ["solved_share", "rest_steps", "key"]
+        for name in idle:
+            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                needed = "`signal_rows`" if name == "max_rounds" else "`skip_solved` or `signal_rows`"
+                raise ValueError(
+                    f"`{name}={getattr(self, name)!r}` has no effect without {needed}: set it, or drop this."
+                )
 
     @property
     def active(self) -> bool:
@@ -171,7 +179,7 @@ class ProblemTrainer(SDPOTrainer):
             )
 
     def _problem(self, row: dict[str, Any]) -> str:
-        return question_key(row, row["prompt"], self._plan.key)
+        return question_key(row, row["prompt"], self._plan.key, "ProblemPlan.key")
 
     # Choosing
 

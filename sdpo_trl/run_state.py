@@ -93,23 +93,22 @@ class SnapshotGate:
         self._sums, self._count = tuple(state["sums"]), state["count"]
 
 
-def question_key(row: dict[str, Any], prompt: Prompt, column: str | None) -> str:
+def question_key(row: dict[str, Any], prompt: Prompt, column: str | None, option: str = "success_buffer_key") -> str:
     """
-    What names a question across steps: a dataset column, or the prompt itself.
+    What names a question across steps: a dataset column, which is given by `option`, or the prompt itself.
 
     Raises:
         `ValueError`: the row lacks the column, or the prompt holds something that has no text (an image).
     """
     if column is not None:
         if row.get(column) is None:
-            raise ValueError(f"`success_buffer_key={column!r}`: a row has no such value. Its columns: {sorted(row)}.")
+            raise ValueError(f"`{option}={column!r}`: a row has no such value. Its columns: {sorted(row)}.")
         return str(row[column])
     try:
         return json.dumps(prompt, sort_keys=True)
     except TypeError as error:
         raise ValueError(
-            f"A prompt cannot serve as the key of the success buffer ({error}). Name its question by a dataset "
-            "column: `success_buffer_key='id'`."
+            f"A prompt cannot serve as a key ({error}). Name its question by a dataset column: `{option}='id'`."
         ) from error
 
 

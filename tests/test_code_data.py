@@ -216,6 +216,12 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path):
             load_code(str(path))
 
 
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rows\.jsonl is empty"):
+        load_code(str(tmp_path / "rows.jsonl"))
+
+
 def test_livecodebench_versions():
     assert livecodebench_files("v1") == ["test.jsonl"] and livecodebench_files("v6") == ["test6.jsonl"]
     assert livecodebench_files("release_v3") == ["test.jsonl", "test2.jsonl", "test3.jsonl"]

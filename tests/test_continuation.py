@@ -136,3 +136,21 @@ def test_another_teacher_without_rewards(tmp_path):
         )  # fmt: skip
 
     compare(tmp_path, build, 3, 5)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 2])
+def test_a_finished_run_is_not_trained_on(tmp_path, steps):
+    """Also within an epoch, which has four steps, and where fewer steps are asked for by now."""
+
+    def build(steps):
+        return tiny.trainer(
+            tmp_path, tiny.telling(), data=tiny.prompts(8), max_steps=steps, save_strategy="steps", save_steps=3
+        )
+
+    first = build(max(steps, 3))
+    first.train()
+    again = build(steps)
+    tiny.shift(again.model)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == max(steps, 3)
+    tiny.assert_equal(tiny.trained(again.model), tiny.trained(first.model))

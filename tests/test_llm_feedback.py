@@ -328,6 +328,16 @@ def test_odd_options_are_refused(name, value):
         build("http://127.0.0.1:9/v1", **{name: value})
 
 
+def test_a_missing_key_is_said_before_anything_is_sampled(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"http://a/v1.*OPENAI_API_KEY"):
+        LLMFeedback("m", base_url="http://a/v1")
+    LLMFeedback("m", base_url="http://a/v1", api_key="none")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    LLMFeedback("m")
+
+
 def test_without_the_client_library_the_error_says_how_to_install_it(monkeypatch):
     real = builtins.__import__
 

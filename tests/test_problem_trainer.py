@@ -276,6 +276,12 @@ def test_problems_must_be_countable_and_have_names(tmp_path):
         )  # fmt: skip
 
 
+def test_a_problem_without_a_name_is_an_error_about_the_plan(tmp_path):
+    data = tiny.prompts(8, name=["a"] * 7 + [None])
+    with pytest.raises(ValueError, match=r"`ProblemPlan\.key='name'`: a row has no such value"):
+        trainer(tmp_path, tiny.never, ProblemPlan(skip_solved=True, key="name"), data)
+
+
 def test_only_what_names_a_problem_is_read_at_the_start(tmp_path):
     """Chats under `messages`, beside a column that is heavy in practice."""
     rows = [[{"role": "user", "content": f"task {i}"}, {"role": "assistant", "content": "x"}] for i in range(8)]
@@ -291,6 +297,16 @@ def test_only_what_names_a_problem_is_read_at_the_start(tmp_path):
 def test_ranges_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ProblemPlan(**wrong)
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [{"rest_steps": 3}, {"solved_share": 0.5}, {"key": "id"}, {"max_rounds": 2, "skip_solved": True}],
+)
+def test_what_would_have_no_effect_is_refused(idle):
+    with pytest.raises(ValueError, match=f"{next(iter(idle))}.* has no effect"):
+        ProblemPlan(**idle)
+    ProblemPlan(**{**idle, "signal_rows": 4})
 
 
 def test_problems_may_be_named_by_a_column(tmp_path):

@@ -152,7 +152,7 @@ def test_what_cannot_work_says_what_to_do(untaught, tmp_path, line, says):
 
 @pytest.mark.slow
 def test_learning_finds_more_than_sampling(tmp_path):
-    """The warm start, then ten problems; grading is done here, which is faster than the sandbox and says the same."""
+    """The warm start, then ten problems, graded outside the sandbox, which is quicker."""
     model, tokenizer = small_programs.warm_started(small_programs.table_rows, 0)
     args = arguments(tmp_path, num_generations=16, per_device_train_batch_size=16, max_steps=16)
     found = {"sdpo": [], "best": []}
@@ -166,7 +166,7 @@ def test_learning_finds_more_than_sampling(tmp_path):
 
 
 class Here:
-    """The verdicts of `CodeReward` on tables, without running anything."""
+    """The verdicts of `CodeReward` on tables, without running anything; its text on malformed programs is its own."""
 
     __name__ = "code_reward"
 
@@ -192,15 +192,19 @@ class Here:
 
 
 @needs_bwrap
-def test_the_fast_grader_agrees_with_the_sandbox():
+def test_the_fast_grader_agrees_with_the_sandbox_on_well_formed_programs():
+    """Malformed ones fail in both, but only the sandbox says why."""
     row = small_programs.table_row(0, [3, 1, 4])
     answers = [small_programs.fenced(f"[{entries}][x]") for entries in ("3,1,4", "3,1,5", "0,1,4", "3,2,0")]
-    columns = {name: [row[name]] * 4 for name in ("public_tests", "hidden_tests", "function")}
+    answers += [small_programs.fenced(text) for text in ("[3,1,4", "[3,1,x][x]", "")]
+    columns = {name: [row[name]] * 7 for name in ("public_tests", "hidden_tests", "function")}
     said = {"real": {}, "here": {}}
     graders = {"real": test_time.CodeReward(Sandbox(), workers=2), "here": Here([3, 1, 4])}
     rewards = [
-        grader([row["prompt"]] * 4, answers, log_extra=said[name].__setitem__, **columns)
+        grader([row["prompt"]] * 7, answers, log_extra=said[name].__setitem__, **columns)
         for name, grader in graders.items()
     ]
-    assert rewards[0] == rewards[1] == [1.0, 0.0, 0.0, 0.0]
-    assert said["real"] == said["here"]
+    assert rewards[0] == rewards[1] == [1.0] + [0.0] * 6
+    real, here = said["real"]["feedback"], said["here"]["feedback"]
+    assert real[:4] == here[:4]
+    assert all(a != b for a, b in zip(real[4:], here[4:], strict=True))

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import letters
@@ -17,7 +18,7 @@ import tiny
 import torch
 import yaml
 from conftest import ROOT
-from train_code import CodeArguments, main, problems
+from train_code import CodeArguments, main, problems, sets
 from transformers import AutoModelForCausalLM
 from trl import ModelConfig, TrlParser
 
@@ -210,6 +211,33 @@ def test_a_run_evaluates_keeps_the_best_and_is_taken_up_again(untaught, tmp_path
         saved = AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits
         torch.testing.assert_close(saved, trainer.model.eval()(ids).logits)
 
+    trainer = main([*config, "--resume", "true"])  # a queue starts the finished run once more
+    assert trainer.state.global_step == 4
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.model.eval()(ids).logits, saved)
+
+
+@needs_bwrap
+def test_held_out_problems_are_there_where_only_the_start_is_evaluated(untaught, tmp_path):
+    config = ["--config", str(CONFIGS / "code_cpu.yaml"), *CPU, *QUICK, "--eval_strategy", "no", "--save_strategy",
+              "no", "--load_best_model_at_end", "false", "--max_steps", "1"]  # fmt: skip
+    main([*config, "--output_dir", str(tmp_path)])
+    assert [point["step"] for point in json.loads((tmp_path / "evaluations.json").read_text())] == [0]
+
+
+def test_held_out_problems_that_are_trained_on_are_spoken_of(tmp_path):
+    lines = Path(ROOT / "sdpo_trl/environments/problems.jsonl").read_text(encoding="utf-8").splitlines()[:5]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    args = SDPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, eval_strategy="steps", eval_steps=1)
+    with pytest.warns(UserWarning, match="2 of the 2 held-out problems"):
+        sets(CodeArguments(str(tmp_path / "rows.jsonl"), dataset_test_split="train[3:]"), args)
+    apart = CodeArguments(
+        str(tmp_path / "rows.jsonl"), dataset_train_split="train[:3]", dataset_test_split="train[3:]"
+    )
+    with warnings.catch_warnings(action="error"):
+        found = sets(apart, args)
+    assert (len(found["train_dataset"]), len(found["eval_dataset"])) == (3, 2)
+
 
 @needs_bwrap
 def test_pure_blended_and_grpo(untaught, tmp_path):
@@ -219,8 +247,9 @@ def test_pure_blended_and_grpo(untaught, tmp_path):
     assert trainer.state.log_history[0]["sdpo/distilled_share"] == 1.0
     templates = [f"--{name}={getattr(SDPOConfig, name)}" for name in small_programs.TEMPLATES]
     grpo = [*config, *templates, "--distillation_weight", "0", "--output_dir", str(tmp_path / "grpo")]
-    trainer = main([*grpo, "--skip_solved", "false"])
-    assert not any(name.startswith("sdpo/") for name in trainer.state.log_history[0])
+    trainer = main([*grpo, "--skip_solved", "false", "--rest_steps", "null"])
+    names = {name for name in trainer.state.log_history[0] if name.startswith("sdpo/")}
+    assert all(name.startswith("sdpo/time/") for name in names)
     with pytest.raises(ValueError, match="solved problems"):
         main(grpo)
 
@@ -254,9 +283,16 @@ def test_a_chat_model_with_an_adapter_is_told_by_another_model(tmp_path, capsys)
         ("--dataset_name names --model_name_or_path x", "drop `model_name_or_path`"),
         ("--dataset_name names --signal_rows 999", "more than the 8 rollouts"),
         ("--dataset_name names --score half", "'pass' or 'share'"),
+        ("--dataset_name names --feedback_base_url http://a/v1", "name the model"),
+        ("--dataset_name names --feedback_model m --feedback_base_url http://a/v1", "OPENAI_API_KEY"),
+        ("--dataset_name names --resume true --resume_from_checkpoint a", "last complete checkpoint"),
+        ("--dataset_name own --dataset_train_split train[:3]", "`dataset_train_split` has no effect"),
+        ("--dataset_name names --max_hidden_tests 3", "`max_hidden_tests` has no effect"),
+        ("--dataset_name names --rest_steps 3", "`rest_steps=3` has no effect"),
     ],
 )
-def test_what_cannot_work_says_what_to_do(untaught, tmp_path, line, says):
+def test_what_cannot_work_says_what_to_do(untaught, tmp_path, monkeypatch, line, says):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ValueError, match=says):
         main([*line.split(), *CPU, "--output_dir", str(tmp_path)])
 

@@ -6,6 +6,7 @@
 `$SDPO_SMOLLM2` names a folder to keep the model in, or where examples/get_smollm2.py has put it.
 """
 
+import json
 import math
 import os
 from pathlib import Path
@@ -16,35 +17,49 @@ import torch
 import train_real
 
 
-def test_rows_are_balanced_and_held_out_ones_are_apart():
-    trained, held_out = train_real.rows()
+@pytest.mark.parametrize("task", train_real.TASKS.values(), ids=train_real.TASKS)
+def test_rows_are_balanced_and_held_out_ones_are_apart(task):
+    trained, held_out = task.rows()
     assert (len(trained), len(held_out)) == (24, 16)
     for part in (trained, held_out):
-        assert sum(row["answer"] == "Positive" for row in part) == len(part) // 2
+        assert sum(row["answer"] == task.words[0] for row in part) == len(part) // 2
     texts = [row["prompt"][0]["content"] for row in trained + held_out]
     assert len(set(texts)) == 40
 
 
+def test_words_are_asked_about_twice_and_are_held_out_whole():
+    trained, held_out = train_real.TASKS["yes_no"].rows()
+    answers = {row["prompt"][0]["content"]: row["answer"] for row in trained + held_out}
+    assert answers['Is "dog" an animal? Answer Yes or No.'] == "Yes"
+    assert answers['Is "dog" a fruit? Answer Yes or No.'] == "No"
+    assert answers['Is "copper" an animal? Answer Yes or No.'] == "No"
+    words = [sorted(row["prompt"][0]["content"].split('"')[1] for row in part) for part in (trained, held_out)]
+    assert not set(words[0]) & set(words[1])
+    assert all(part[::2] == part[1::2] for part in words)
+
+
 def test_the_grader_is_strict_and_says_what_is_right():
+    task = train_real.TASKS["reviews"]
     answers = ["Positive", "Negative", "positive", "Positive.", "It is Positive", ""]
     completions = [[{"role": "assistant", "content": text}] for text in answers]
     extra, metrics = {}, {}
-    rewards = train_real.right_word(completions, ["Positive"] * 6, extra.__setitem__, metrics.__setitem__, prompts=[])
+    rewards = task.grade(completions, ["Positive"] * 6, extra.__setitem__, metrics.__setitem__, prompts=[])
     assert rewards == [1.0, 0, 0, 0, 0, 0]
     assert metrics["valid"] == pytest.approx(2 / 6)
     assert extra["feedback"][0] is None
-    assert set(extra["feedback"][1:]) == {train_real.told("Positive")}
-    assert "one word" in train_real.told("Negative") and train_real.told("Negative").endswith("Negative")
+    assert set(extra["feedback"][1:]) == {task.told("Positive")}
+    assert task.told("Negative") == "Answer with one word only, Positive or Negative. The right answer is: Negative"
 
 
 def test_shares_are_exact_probabilities():
     """Against every answer's probability, token by token."""
     model, tokenizer = tiny.build_model(), tiny.build_tokenizer()
     trained = model.training
-    row = train_real.rows()[0][0]
+    task = train_real.TASKS["reviews"]
+    row = task.rows()[0][0]
     asked = tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
     expected = {}
-    for word in train_real.WORDS:
+    for word in task.words:
         ids, total = tokenizer(asked).input_ids, 0.0
         for token in [*tokenizer(word).input_ids, tokenizer.eos_token_id]:
             with torch.no_grad():
@@ -53,7 +68,7 @@ def test_shares_are_exact_probabilities():
         expected[word] = math.exp(total)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("builtins.round", lambda value, digits=None: value)
-        measured = train_real.measure(model, tokenizer, [row])
+        measured = train_real.measure(model, tokenizer, task, [row])
     assert measured["valid"] == pytest.approx(sum(expected.values()), rel=1e-3)
     assert measured["right"] == pytest.approx(expected[row["answer"]], rel=1e-3)
     assert model.training == trained
@@ -64,10 +79,25 @@ def test_hinted_shares_read_the_feedback(monkeypatch):
     seen = []
     plain = tokenizer.apply_chat_template
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda p, **k: seen.append(p) or plain(p, **k))
-    row = train_real.rows()[1][0]
-    train_real.measure(model, tokenizer, [row], hinted=True)
+    task = train_real.TASKS["yes_no"]
+    row = task.rows()[1][0]
+    train_real.measure(model, tokenizer, task, [row], hinted=True)
     text = seen[0][-1]["content"]
-    assert text.startswith(train_real.told(row["answer"])) and text.endswith(row["prompt"][0]["content"])
+    assert text.startswith(task.told(row["answer"])) and text.endswith(row["prompt"][0]["content"])
+
+
+def test_a_run_compares_both_methods(tmp_path, capsys):
+    """The whole script with an untaught model, which never finds a right answer."""
+    folder = tmp_path / "model"
+    tiny.build_model().save_pretrained(folder)
+    tiny.build_tokenizer().save_pretrained(folder)
+    line = "--task yes_no --steps 4 --threads 1 --grpo_learning_rates 1e-2 --sdpo_learning_rates 1e-2"
+    results = train_real.main(["--model", str(folder), "--out", str(tmp_path / "out"), *line.split()])
+    assert results == json.loads((tmp_path / "out" / "results.json").read_text())
+    sdpo, grpo = results["runs"]
+    assert [run["rollouts"] for run in (sdpo, grpo)] == [64, 64] and grpo["rewarded"] == 0
+    assert [point["rollouts"] for point in sdpo["curve"]] == [64]
+    assert "| GRPO, learning rate 0.01 | 0 of 64 | 0.000 |" in capsys.readouterr().out
 
 
 @pytest.mark.real

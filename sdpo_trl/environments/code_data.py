@@ -235,6 +235,8 @@ def load_code(
     from datasets import load_dataset
 
     if name.endswith((".jsonl", ".json", ".parquet")):
+        if Path(name).is_file() and not Path(name).stat().st_size:
+            raise ValueError(f"{name} is empty.")
         kind = "parquet" if name.endswith(".parquet") else "json"
         raw = load_dataset(kind, data_files=name, split=split)
     elif name == LIVECODEBENCH:

@@ -80,6 +80,7 @@ class LLMFeedback:
 
     Raises:
         `ImportError`: the client library is missing.
+        `ValueError`: there is no key, or a number is out of its range.
         `openai.OpenAIError`: when called, if the very first requests are refused because of the key, the model's name
             or the form of the request: such a run would never explain anything.
     """
@@ -121,6 +122,13 @@ class LLMFeedback:
         self.request = {"max_tokens": 512, **(request or {})}
         self.costs = Costs()
         self._client = {"base_url": base_url, "api_key": api_key, "timeout": timeout_seconds, "max_retries": retries}
+        try:
+            openai.AsyncOpenAI(**self._client)
+        except openai.OpenAIError as error:
+            raise ValueError(
+                f"There is no key for the endpoint that explains failures ({base_url or 'of OpenAI'}). Set the "
+                "environment variable OPENAI_API_KEY, or `api_key`; any text will do where the endpoint asks for none."
+            ) from error
         self._raw: list[str | None] | None = None
         self._wrapped = False
 
