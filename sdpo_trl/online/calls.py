@@ -9,15 +9,16 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
 
-from ..reprompt import message_text
-from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls
+from ..reprompt import message_text, well_formed
+from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls, no_exit
 from .records import Call, Message, Observation
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,42 @@ class ToolSet:
         if fault is not None:
             return Observation(call, f"Error: {fault}", ok=False)
         try:
-            result = self.functions[call.name](**call.arguments)
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
+            with no_exit():
+                result = self.functions[call.name](**call.arguments)
+                if inspect.iscoroutine(result):
+                    result = _awaited(result)
         except Exception as error:  # whatever a tool raises is its reply
-            return Observation(call, f"Error: {error or type(error).__name__}", ok=False)
-        return Observation(call, result if isinstance(result, str) else json.dumps(result, default=str), ok=True)
+            return Observation(call, f"Error: {well_formed(_words(error)) or type(error).__name__}", ok=False)
+        try:
+            return Observation(call, well_formed(result if isinstance(result, str) else _as_text(result)), ok=True)
+        except Exception as error:
+            what = f"what the tool gave has no text: {_words(error) or type(error).__name__}"
+            return Observation(call, f"Error: {well_formed(what)}", ok=False)
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """An async tool's result, also where a loop runs already, as in a notebook: then in a thread with its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def _as_text(result: Any) -> str:
+    """JSON, or Python's own way to write what JSON has no form for."""
+    try:
+        return json.dumps(result, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def _words(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # a faulty `__str__`
+        return ""
 
 
 class Dialect:
