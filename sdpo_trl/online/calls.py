@@ -104,6 +104,29 @@ def _words(error: Exception) -> str:
         return ""
 
 
+def calls_of(answer: "str | Call | Sequence[Call]") -> list[Call]:
+    """
+    The calls of an answer that was given; none of a text.
+
+    Raises:
+        `TypeError`: it is neither a text nor calls, or arguments are no JSON object.
+    """
+    if isinstance(answer, str):
+        return []
+    calls = [answer] if isinstance(answer, Call) else list(answer) if isinstance(answer, Sequence) else [answer]
+    for call in calls:
+        if not isinstance(call, Call):
+            raise TypeError(f"That is none: an answer is text, a `Call` or a list of them, got {type(call).__name__}.")
+        try:
+            json.dumps(call.arguments)
+            fault = None if isinstance(call.arguments, dict) else f"object: {call.arguments!r}"
+        except (TypeError, ValueError, RecursionError) as error:
+            fault = f"values: {error}"
+        if fault is not None:
+            raise TypeError(f"The arguments of `{call.name}` are no JSON {fault}.")
+    return calls
+
+
 class Dialect:
     """
     How calls are written by the chat template itself (Qwen3, Llama 3, ...).
@@ -161,10 +184,10 @@ class Dialect:
 
     def message(self, answer: "str | Call | Sequence[Call]") -> Message:
         """The assistant's turn that says this."""
-        if isinstance(answer, str):
-            return {"role": "assistant", "content": answer}
-        calls = [answer] if isinstance(answer, Call) else list(answer)
-        return {"role": "assistant", "content": "", "tool_calls": [call.function for call in calls]}
+        calls = calls_of(answer)
+        if not calls:
+            return {"role": "assistant", "content": well_formed(answer) if isinstance(answer, str) else ""}
+        return {"role": "assistant", "content": "", "tool_calls": [well_formed(call.function) for call in calls]}
 
     def write(self, messages: Sequence[Message], message: Message) -> list[int]:
         """
@@ -286,7 +309,7 @@ class TextDialect(Dialect):
             if not bodies or text.count(_TAGS[0]) != len(bodies):
                 raise ValueError(f"there is a {_TAGS[0]} without its {_TAGS[1]}")
             calls = nested_calls([json.loads(body) for body in bodies])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return text, plain, (), f"The tool call could not be read ({error}). Write one JSON object."
         return text, *self._settled(text, {"role": "assistant", "content": before.strip(), "tool_calls": calls})
 
