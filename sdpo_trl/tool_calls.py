@@ -165,7 +165,7 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         async def call(**arguments: Any) -> Any:
-            with _no_exit():
+            with no_exit():
                 result = _reply(await tool(**arguments))
             successes[name] += 1
             return result
@@ -174,7 +174,7 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         def call(**arguments: Any) -> Any:
-            with _no_exit():
+            with no_exit():
                 result = _reply(tool(**arguments))
             successes[name] += 1
             return result
@@ -183,7 +183,7 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
 
 @contextmanager
-def _no_exit() -> Iterator[None]:
+def no_exit() -> Iterator[None]:
     """Within, an attempt to end the process, such as that of a parser of arguments, fails as other faults do."""
     try:
         yield

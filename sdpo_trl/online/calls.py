@@ -9,15 +9,16 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
 
-from ..reprompt import message_text
-from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls
+from ..reprompt import message_text, well_formed
+from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls, no_exit
 from .records import Call, Message, Observation
 
 logger = logging.getLogger(__name__)
@@ -65,12 +66,65 @@ class ToolSet:
         if fault is not None:
             return Observation(call, f"Error: {fault}", ok=False)
         try:
-            result = self.functions[call.name](**call.arguments)
-            if inspect.iscoroutine(result):
-                result = asyncio.run(result)
+            with no_exit():
+                result = self.functions[call.name](**call.arguments)
+                if inspect.iscoroutine(result):
+                    result = _awaited(result)
         except Exception as error:  # whatever a tool raises is its reply
-            return Observation(call, f"Error: {error or type(error).__name__}", ok=False)
-        return Observation(call, result if isinstance(result, str) else json.dumps(result, default=str), ok=True)
+            return Observation(call, f"Error: {well_formed(_words(error)) or type(error).__name__}", ok=False)
+        try:
+            return Observation(call, well_formed(result if isinstance(result, str) else _as_text(result)), ok=True)
+        except Exception as error:
+            what = f"what the tool gave has no text: {_words(error) or type(error).__name__}"
+            return Observation(call, f"Error: {well_formed(what)}", ok=False)
+
+
+def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """An async tool's result, also where a loop runs already, as in a notebook: then in a thread with its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def _as_text(result: Any) -> str:
+    """JSON, or Python's own way to write what JSON has no form for."""
+    try:
+        return json.dumps(result, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return str(result)
+
+
+def _words(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception:  # a faulty `__str__`
+        return ""
+
+
+def calls_of(answer: "str | Call | Sequence[Call]") -> list[Call]:
+    """
+    The calls of an answer that was given; none of a text.
+
+    Raises:
+        `TypeError`: it is neither a text nor calls, or arguments are no JSON object.
+    """
+    if isinstance(answer, str):
+        return []
+    calls = [answer] if isinstance(answer, Call) else list(answer) if isinstance(answer, Sequence) else [answer]
+    for call in calls:
+        if not isinstance(call, Call):
+            raise TypeError(f"That is none: an answer is text, a `Call` or a list of them, got {type(call).__name__}.")
+        try:
+            json.dumps(call.arguments)
+            fault = None if isinstance(call.arguments, dict) else f"object: {call.arguments!r}"
+        except (TypeError, ValueError, RecursionError) as error:
+            fault = f"values: {error}"
+        if fault is not None:
+            raise TypeError(f"The arguments of `{call.name}` are no JSON {fault}.")
+    return calls
 
 
 class Dialect:
@@ -130,10 +184,10 @@ class Dialect:
 
     def message(self, answer: "str | Call | Sequence[Call]") -> Message:
         """The assistant's turn that says this."""
-        if isinstance(answer, str):
-            return {"role": "assistant", "content": answer}
-        calls = [answer] if isinstance(answer, Call) else list(answer)
-        return {"role": "assistant", "content": "", "tool_calls": [call.function for call in calls]}
+        calls = calls_of(answer)
+        if not calls:
+            return {"role": "assistant", "content": well_formed(answer) if isinstance(answer, str) else ""}
+        return {"role": "assistant", "content": "", "tool_calls": [well_formed(call.function) for call in calls]}
 
     def write(self, messages: Sequence[Message], message: Message) -> list[int]:
         """
@@ -255,7 +309,7 @@ class TextDialect(Dialect):
             if not bodies or text.count(_TAGS[0]) != len(bodies):
                 raise ValueError(f"there is a {_TAGS[0]} without its {_TAGS[1]}")
             calls = nested_calls([json.loads(body) for body in bodies])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return text, plain, (), f"The tool call could not be read ({error}). Write one JSON object."
         return text, *self._settled(text, {"role": "assistant", "content": before.strip(), "tool_calls": calls})
 

@@ -4,13 +4,14 @@ Knows: events, calls, sampling. Deliberately does not know: updates, folders.
 """
 
 import copy
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..batches import position_limit
-from ..reprompt import Hint, reprompt_text
+from ..reprompt import Hint, reprompt_text, well_formed
 from ..tool_calls import INVALID_CALL
-from .calls import Dialect, ToolSet
+from .calls import Dialect, ToolSet, calls_of
 from .context import check_room
 from .generation import sample
 from .journal import Journal
@@ -70,14 +71,15 @@ class Conversation:
     def context(self) -> tuple[int, int | None]:
         """Tokens of the conversation's prompt, and how many it may have (`None`: the model sets no limit)."""
         limit = position_limit(self.trainer.model.config)
-        return len(self._prompt_ids(self._state.messages)), None if limit is None else limit - self._reserved
+        used = len(self._prompt_ids(self._state.messages)) if self._state.messages else 0
+        return used, None if limit is None else limit - self._reserved
 
     # Turns
 
     def say(self, text: str) -> None:
         """Add a user turn."""
         self._require_nothing_pending("say something")
-        self._record({"event": "said", "message": {"role": "user", "content": text}})
+        self._record({"event": "said", "message": {"role": "user", "content": _text("text", text)}})
 
     def respond(self, on_text: Callable[[str], None] | None = None) -> Reply:
         """
@@ -131,15 +133,18 @@ class Conversation:
             answer (`str`, [`Call`] or `Sequence[Call]`): The text or the calls that should have been.
 
         Raises:
-            `ValueError`: there is no such tool.
+            `ValueError`: there is no such tool, or nothing is said.
+            `TypeError`: it is neither text nor calls with JSON values.
         """
         reply, before = self._require_pending(), self._state.messages
-        calls = [] if isinstance(answer, str) else [answer] if isinstance(answer, Call) else list(answer)
+        calls = calls_of(answer)
         fault = self._tools.fault(calls)
         if fault is not None:
             raise ValueError(fault)
         message = self._dialect.message(answer)
         attempt = Attempt(reply, None, self._dialect.text(before, message), reply.error)
+        if not calls and not message["content"].strip():
+            raise ValueError("Nothing is said in the place of the pending answer: give a text or a call.")
         self._record({"event": "denied", "approved": False, "attempt": attempt.record()})
         self._record({"event": "approved", "reply": None, "message": message, "calls": _plain(calls)})
         return self._run(calls)
@@ -161,8 +166,10 @@ class Conversation:
         Raises:
             [`SessionError`]: there is nothing to deny.
             `ValueError`: nothing is said about it.
+            `TypeError`: what is said is no text.
         """
-        reply, told = self._state.pending, [environment_feedback]
+        feedback = _text("feedback", feedback, optional=True)
+        reply, told = self._state.pending, [_text("environment_feedback", environment_feedback, optional=True)]
         approved = self._state.approved
         if reply is None and approved is not None:
             reply = approved.reply
@@ -174,8 +181,10 @@ class Conversation:
         if reply is self._state.pending:
             told.append(reply.error)
         prompt = self._state.messages if reply is self._state.pending else self._state.messages[: approved.start]
-        if solution is not None and not isinstance(solution, str):
-            solution = self._dialect.text(prompt, self._dialect.message(solution))
+        if solution is not None:
+            calls = calls_of(solution)
+            message = self._dialect.message(solution)
+            solution = self._dialect.text(prompt, message) if calls else message["content"]
         attempt = Attempt(reply, feedback, solution, "\n\n".join(part for part in told if part) or None)
         _require_told(attempt)
         self._record({"event": "denied", "approved": reply is not self._state.pending, "attempt": attempt.record()})
@@ -211,18 +220,24 @@ class Conversation:
         candidates = self._state.candidates
         if not candidates:
             raise SessionError("There are no candidates: draw some first (`sample_candidates`).")
+        right, wrong = _places(right), _places(wrong)
         named = [*right, *wrong]
         if len(set(named)) < len(named) or not all(0 <= index < len(candidates) for index in named):
             raise ValueError(f"Name each of the candidates 0 to {len(candidates) - 1} once at most, got {named}.")
+        if isinstance(feedback, Mapping):
+            feedback = dict(zip(_places(feedback), feedback.values(), strict=True))
+            if not feedback.keys() <= set(wrong):
+                others = sorted(feedback.keys() - set(wrong))
+                raise ValueError(f"`feedback` names candidates that are not among the wrong ones: {others}.")
         solution = candidates[right[0]].text if right else None
         attempts = []
         for index in wrong:
-            text = feedback if feedback is None or isinstance(feedback, str) else feedback.get(index)
+            text = feedback.get(index) if isinstance(feedback, dict) else feedback
+            text = _text("feedback", text, optional=True)
             attempts.append(Attempt(candidates[index], text, solution, candidates[index].error))
             _require_told(attempts[-1])
-        for attempt in attempts:
-            self._record({"event": "denied", "approved": False, "attempt": attempt.record()})
-        self._record({"event": "chosen", "index": right[0] if right else None})
+        denied = [attempt.record() for attempt in attempts]
+        self._record({"event": "chosen", "index": right[0] if right else None, "denied": denied})
         return self._state.pending
 
     # The conversation as a whole
@@ -248,6 +263,8 @@ class Conversation:
         return args.max_completion_length + len(self.trainer.prompt_ids(turn, []))
 
     def _prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        if not messages:
+            raise SessionError("There is nothing to answer: say something first (`say`).")
         return self.trainer.prompt_ids(self._dialect.view(messages), self._dialect.schemas)
 
     def _sampled(self, count: int, on_text: Callable[[str], None] | None = None) -> list[Reply]:
@@ -313,8 +330,23 @@ def _plain(records: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _text(name: str, value: Any, optional: bool = False) -> Any:
+    """A text as it can be kept and read by a tokenizer."""
+    if not isinstance(value, str) and not (optional and value is None):
+        raise TypeError(f"`{name}` is text, got {type(value).__name__}.")
+    return well_formed(value)
+
+
+def _places(values: Any) -> list[int]:
+    """Whole numbers, also those of an array."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise TypeError(f"Name each candidate by its place, a whole number from 0, got {values!r}.") from error
+
+
 def _require_told(attempt: Attempt) -> None:
-    if attempt.told is None and not attempt.solution:
+    if attempt.told is None and not (attempt.solution and attempt.solution.strip()):
         raise ValueError(
             "Nothing is said about the denied answer, so nothing could be learned from it: give `feedback`, a "
             "`solution`, or `environment_feedback`."

@@ -144,7 +144,7 @@ class Attempt:
 
     def shown(self, solution: str) -> "Attempt":
         """The same attempt with a demonstration, if it had none."""
-        return self if self.solution else replace(self, solution=solution)
+        return self if self.solution and self.solution.strip() else replace(self, solution=solution)
 
     def record(self) -> dict[str, Any]:
         """As JSON keeps it."""

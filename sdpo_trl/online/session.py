@@ -3,7 +3,6 @@
 Knows: its two halves, talking and learning. Deliberately does not know: terminals, what tools do.
 """
 
-import copy
 import logging
 import math
 import tempfile
@@ -17,6 +16,7 @@ import torch
 from transformers import set_seed
 
 from ..files import attribute
+from ..reprompt import well_formed
 from . import storage
 from .calls import ToolSet, dialect_of
 from .config import changed_settings, check_online, online_config, settings_of
@@ -115,7 +115,7 @@ class OnlineSession(Conversation):
         if folder is not None:
             state = SessionState.of(storage.session_of(folder)["state"])
         else:
-            state.start, state.messages = copy.deepcopy(list(messages)), copy.deepcopy(list(messages))
+            state.start, state.messages = well_formed(list(messages)), well_formed(list(messages))
         if self._journal is not None:
             self._journal.write({
                 "event": "opened", "format": FORMAT, "state": state.record(), "updates": self._updates.applied,
@@ -230,8 +230,9 @@ class OnlineSession(Conversation):
             messages (`Sequence[dict]`, *optional*): What it answers; the conversation by default.
         """
         messages = self._state.messages if messages is None else messages
+        prompt = self._prompt_ids(messages)
         ids = self._dialect.write(messages, self._dialect.message(answer))
-        return math.fsum(self.trainer.log_probs([(self._prompt_ids(messages), ids)])[0])
+        return math.fsum(self.trainer.log_probs([(prompt, ids)])[0])
 
     def next_token(self, messages: Sequence[Message] | None = None) -> torch.Tensor:
         """
@@ -248,8 +249,9 @@ class OnlineSession(Conversation):
         The same at each of the `T` tokens of an answer (its end token too), shape `(T, V)`; arguments as in `score`.
         """
         messages = self._state.messages if messages is None else messages
+        prompt = self._prompt_ids(messages)
         ids = self._dialect.write(messages, self._dialect.message(answer))
-        return self.trainer.next_tokens(self._prompt_ids(messages), ids)[:-1]
+        return self.trainer.next_tokens(prompt, ids)[:-1]
 
     # Keeping
 

@@ -75,7 +75,7 @@ class SessionState:
 
     def _said(self, event: Event) -> None:
         self.messages.append(event["message"])
-        self.approved = None
+        self.approved, self.candidates = None, []
 
     def _replied(self, event: Event) -> None:
         self.pending = Reply.of(event["reply"])
@@ -86,6 +86,8 @@ class SessionState:
         self.pending = None
 
     def _chosen(self, event: Event) -> None:
+        for attempt in event.get("denied", []):
+            self._denied({"approved": False, "attempt": attempt})
         self.pending = None if event["index"] is None else self.candidates[event["index"]]
         self.candidates = []
 
@@ -110,7 +112,7 @@ class SessionState:
     def _denied(self, event: Event) -> None:
         if event["approved"]:
             del self.messages[self.approved.start :]
-            self.approved, self.running = None, []
+            self.approved, self.running, self.candidates = None, [], []
         if self.episode is None or self.episode.prompt != self.messages:
             self.episode = Episode(copy.deepcopy(self.messages))
         self.episode.attempts.append(Attempt.of(event["attempt"]))
