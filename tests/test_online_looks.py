@@ -1,9 +1,12 @@
 """What a person looked at is what runs, and what they see is what is there."""
 
 import contextlib
+import io
 import shutil
 
 import pytest
+import torch
+from jinja2.exceptions import TemplateError
 from online_fakes import FakeSession, reply
 
 from sdpo_trl.online import shell as shell_module
@@ -11,7 +14,10 @@ from sdpo_trl.online import workspace as workspace_module
 from sdpo_trl.online.desk import Desk
 from sdpo_trl.online.editing import EditError, edit_calls, read_calls
 from sdpo_trl.online.paths import WorkspaceError
-from sdpo_trl.online.records import Call
+from sdpo_trl.online.play import Player
+from sdpo_trl.online.records import Call, SessionError
+from sdpo_trl.online.script import Script, Step
+from sdpo_trl.online.talk import Stopped, Talk
 from sdpo_trl.online.terminal import call_view, console, plain
 from sdpo_trl.online.tools import WorkspaceTools
 
@@ -130,3 +136,36 @@ def test_a_number_of_another_kind_is_a_change(before, after):
 def test_what_has_no_end_is_no_call(text):
     with pytest.raises(EditError):
         read_calls(text)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (TemplateError("no two users in a row"), "NOT POSSIBLE at step 1 (say): the chat template refuses"),
+        (torch.OutOfMemoryError("none left"), "NOT POSSIBLE at step 1 (say): out of memory"),
+        (Stopped(), "STOPPED at step 1 (say)"),
+    ],
+)
+def test_a_script_ends_with_a_line_whatever_an_answer_meets(place, error, said):
+    def answer(on_text):
+        raise error
+
+    desk = Desk(place, "none")
+    desk.session = FakeSession([answer])
+    out = io.StringIO()
+    assert Player(desk, console(file=out, width=120)).play(Script([Step("step 1 (say)", "say", "hi")])) == 1
+    assert said in out.getvalue()
+
+
+def test_a_person_s_version_waits_where_no_answer_was_possible(place):
+    def pending_already(on_text=None):
+        raise SessionError("An answer is pending.")
+
+    desk, _ = waiting(place, WRITE)
+    talk = Talk(desk, console(file=io.StringIO()))
+    talk.show(desk.session.pending)
+    talk.edited = desk.looks([EDIT])
+    with pytest.raises(SessionError):
+        talk.respond(pending_already)
+    talk.approve()
+    assert (place / "a.txt").read_text() == "one\nX\n"  # as it was shown last

@@ -301,3 +301,10 @@ def test_a_link_to_the_folder_stays_a_link(tmp_path):
     assert (tmp_path / "saved").is_symlink() and (tmp_path / "disk" / "session.json").is_file()
     with pytest.raises(FileExistsError, match="is a file"):
         session.save(tmp_path / "disk" / "session.json")
+
+
+def test_a_closed_session_says_so(tmp_path):
+    session = talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl")
+    session.close()
+    with pytest.raises(SessionError, match="was closed"):
+        session.say("x")

@@ -167,6 +167,8 @@ class Journal:
     def write(self, event: Event) -> None:
         """Append one event; it is on the disk when this returns, and nothing of it is where this raises."""
         line = json.dumps(event).encode() + b"\n"
+        if self._file.closed:
+            raise SessionError(f"This session was closed; open another one with {self.path}.")
         try:
             self._file.truncate(self._length)  # what an earlier failure left
             written = 0
