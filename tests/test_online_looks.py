@@ -169,3 +169,25 @@ def test_a_person_s_version_waits_where_no_answer_was_possible(place):
         talk.respond(pending_already)
     talk.approve()
     assert (place / "a.txt").read_text() == "one\nX\n"  # as it was shown last
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+@pytest.mark.parametrize("closed", ["runs/online", "runs/all/online", "kept"])
+def test_what_the_session_keeps_cannot_be_moved_out_of_the_way(place, closed):
+    kept = place / closed
+    kept.mkdir(parents=True)
+    (kept / "journal.jsonl").write_text("secret")
+    top = closed.split("/")[0]
+    workspace = workspace_module.Workspace(place, [closed])
+    shell = shell_module.Shell(workspace, lambda command: True)
+    with contextlib.suppress(WorkspaceError):
+        shell.run(f"mv {top} moved; mv {closed} moved; mv {closed.rpartition('/')[0] or '.'} moved2", 10, 1000)
+    assert (kept / "journal.jsonl").read_text() == "secret"
+    for command in ("cat $(find . -name journal.jsonl)", "find . -name journal.jsonl -delete; find ."):
+        with contextlib.suppress(WorkspaceError):
+            assert "secret" not in shell.run(command, 10, 1000)
+    assert (kept / "journal.jsonl").read_text() == "secret"
+    shell.run(f"touch {top}.txt; mkdir -p {top}.d", 10, 1000)  # and the rest can be written
+    if "/" in closed:
+        shell.run(f"echo mine > {top}/mine", 10, 1000)
+        assert (place / top / "mine").read_text() == "mine\n"

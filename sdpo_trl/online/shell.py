@@ -210,6 +210,9 @@ class Shell:
         for closed in self._workspace.closed:
             path = os.path.join(folder, *closed)
             if os.path.isdir(path) and os.path.realpath(path) == path:
+                for depth in range(1, len(closed)):  # mounted, so that no command moves it with what is closed in it
+                    above = os.path.join(folder, *closed[:depth])
+                    line += ["--bind", above, above]
                 line += ["--tmpfs", path, "--remount-ro", path]
         line += ["--remount-ro", "/", "--chdir", folder]
         return [*line, "--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--"]
