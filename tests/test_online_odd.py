@@ -308,3 +308,26 @@ def test_a_closed_session_says_so(tmp_path):
     session.close()
     with pytest.raises(SessionError, match="was closed"):
         session.say("x")
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b"\xff\xfe\x00", b"{}", b'{"event": "said"}'])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path, content):
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="mine"):
+        talk.session(tmp_path, session_journal=path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", b'{"ev', b'{"event": "opened", "for', b"\0" * 40])
+def test_a_journal_that_was_cut_off_in_its_first_line_begins_anew(tmp_path, content):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    talk.session(tmp_path, session_journal=path).close()
+    assert [event["event"] for event in read_journal(path)] == ["opened"]
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"content": "x"}], ["hi"], [{"role": "user"}]])
+def test_messages_are_turns(tmp_path, messages):
+    with pytest.raises(TypeError, match="`messages` is a list of turns"):
+        talk.session(tmp_path, session_messages=messages)

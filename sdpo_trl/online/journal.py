@@ -49,6 +49,8 @@ def _complete(path: Path) -> tuple[list[Event], int]:
             raise ValueError(f"{path} has the format {event.get('format')}, and this version reads {FORMAT}.")
         events.append(event)
         length += len(line)
+    if not events and not _may_begin(data):
+        raise ValueError(f"{path} is no journal: it holds something else. Take another file.")
     if events and events[0]["event"] != "opened":
         raise ValueError(
             f"{path} begins with {events[0]['event']!r} and not with the line that opens a session: its first lines "
@@ -57,6 +59,12 @@ def _complete(path: Path) -> tuple[list[Event], int]:
     if length < len(data):
         logger.warning(f"{path}: its last line was cut off while it was written, and is passed over.")
     return events, length
+
+
+def _may_begin(data: bytes) -> bool:
+    """Whether a crash may have left this of a first line: a part of it, or zeros that were not written over."""
+    first = b'{"event": "opened"'
+    return data.startswith(first) or first.startswith(data) or not data.strip(b"\0")
 
 
 def read_journal(path: "str | Path") -> list[Event]:

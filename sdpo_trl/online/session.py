@@ -124,6 +124,7 @@ class OnlineSession(Conversation):
         if folder is not None:
             state = SessionState.of(storage.session_of(folder)["state"])
         else:
+            _require_turns(messages)
             state.start, state.messages = well_formed(list(messages)), well_formed(list(messages))
         if self._journal is not None:
             self._journal.write({
@@ -350,3 +351,15 @@ class OnlineSession(Conversation):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_turns(messages: Any) -> None:
+    for turn in messages:
+        if (
+            not isinstance(turn, dict)
+            or not isinstance(turn.get("role"), str)
+            or not {"content", "tool_calls"} & turn.keys()
+        ):
+            raise TypeError(
+                f"`messages` is a list of turns, each a dictionary with `role` and `content`, got {turn!r}."
+            )
