@@ -276,7 +276,7 @@ def test_several_updates_can_be_taken_back(tmp_path, monkeypatch):
     assert not session.can_undo and session.updates == 1
 
 
-@pytest.mark.parametrize("stage", ["journal", "teacher", "student", "step"])
+@pytest.mark.parametrize("stage", ["journal", "teacher", "student", "step", "done"])
 def test_an_interrupted_update_leaves_everything_as_it_was(tmp_path, monkeypatch, stage):
     session, _ = begun(tmp_path, monkeypatch, "bad$")
     session.respond()

@@ -361,7 +361,7 @@ def test_other_options_than_the_journal_s_are_told(tmp_path, monkeypatch, caplog
 def test_a_save_that_was_killed_leaves_the_older_one(tmp_path, monkeypatch):
     session = lived(tmp_path, monkeypatch)
     session.save(tmp_path / "saved")
-    (tmp_path / "saved").rename(tmp_path / "saved.old")  # killed between the two renames
+    (tmp_path / "saved").rename(tmp_path / ".saved.replaced")  # killed between the two renames
     (tmp_path / ".saved-x.partial").mkdir()  # and another time while it wrote
     given = {"args": talk.options(tmp_path), "tools": talk.Files().tools}
     again = OnlineSession.load(tmp_path / "saved", tiny.build_model(max_position_embeddings=4096), **given)

@@ -1,6 +1,8 @@
 """Odd tools, odd texts, odd orders, full disks: what a session makes of what nobody meant to give it."""
 
 import asyncio
+import errno
+import os
 
 import numpy as np
 import pytest
@@ -205,3 +207,127 @@ def test_an_empty_conversation_has_no_tokens_and_nothing_to_score(tmp_path):
     for wish in (session.next_token, lambda: session.score("x"), lambda: session.next_tokens("x")):
         with pytest.raises(SessionError, match="nothing to answer"):
             wish()
+
+
+# Disks
+
+
+def test_what_could_not_be_written_is_not_written_later(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    session, _ = begun(tmp_path, monkeypatch, "bad$", session_journal=path)
+    before, real = path.read_bytes(), os.fsync
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        session.say("lost")
+    assert path.read_bytes() == before and session.messages[-1]["content"] == "write hello"
+    monkeypatch.setattr(os, "fsync", real)
+    session.say("kept")
+    session.close()
+    again = talk.session(tmp_path, session_journal=path)
+    assert again.messages == session.messages
+
+
+@pytest.mark.parametrize("event", ["update", "finished"])
+def test_a_full_disk_takes_an_update_back(tmp_path, monkeypatch, event):
+    path = tmp_path / "journal.jsonl"
+    session, _ = begun(tmp_path, monkeypatch, "bad$", session_journal=path)
+    session.respond()
+    session.deny("no")
+    session.learn()
+    weights, real, failing = tiny.trained(session.trainer.model), session._journal.write, [event, "aborted"]
+
+    def full(given):
+        if given["event"] in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(given)
+
+    monkeypatch.setattr(session._journal, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        session.learn()
+    tiny.assert_equal(tiny.trained(session.trainer.model), weights)
+    assert session.updates == len(session.metrics) == 1 and session.can_undo
+    failing.clear()
+    session.learn()
+    session.close()
+    again = talk.session(tmp_path, session_journal=path)
+    assert again.updates == 2
+    tiny.assert_equal(tiny.trained(again.trainer.model), tiny.trained(session.trainer.model))
+
+
+def test_a_journal_that_lost_lines_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    session, _ = begun(tmp_path, monkeypatch, CALL, session_journal=path, session_tools=[_giving("x")])
+    session.respond()
+    session.approve()
+    session.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    for left, said in ((lines[1:], "first lines"), (lines[:3] + lines[4:], r"line 4 \(observed\) does not follow")):
+        path.write_bytes(b"".join(left))
+        with pytest.raises(ValueError, match=said):
+            talk.session(tmp_path, session_journal=path, session_tools=[_giving("x")])
+
+
+def test_a_journal_of_other_tokens_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    session, _ = begun(tmp_path, monkeypatch, session_journal=path)
+    session.close()
+    other = tiny.tool_tokenizer()
+    other.add_tokens(["another"])
+    with pytest.raises(ValueError, match="other tokens"):
+        talk.session(tmp_path, session_journal=path, session_tokenizer=other)
+
+
+def test_a_copy_that_a_person_made_beside_the_session_stays(tmp_path):
+    session = talk.session(tmp_path)
+    session.save(tmp_path / "saved")
+    for name in ("saved.old", "saved.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    session.save(tmp_path / "saved")
+    session.save(tmp_path / "saved")
+    assert (tmp_path / "saved.old" / "mine").is_file() and (tmp_path / "saved.bak" / "mine").is_file()
+
+
+def test_a_link_to_the_folder_stays_a_link(tmp_path):
+    session = talk.session(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "saved").symlink_to(tmp_path / "disk")
+    for _ in range(2):
+        session.save(tmp_path / "saved")
+    assert (tmp_path / "saved").is_symlink() and (tmp_path / "disk" / "session.json").is_file()
+    with pytest.raises(FileExistsError, match="is a file"):
+        session.save(tmp_path / "disk" / "session.json")
+
+
+def test_a_closed_session_says_so(tmp_path):
+    session = talk.session(tmp_path, session_journal=tmp_path / "journal.jsonl")
+    session.close()
+    with pytest.raises(SessionError, match="was closed"):
+        session.say("x")
+
+
+@pytest.mark.parametrize("content", [b"my notes", b"my notes\n", b"\xff\xfe\x00", b"{}", b'{"event": "said"}'])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path, content):
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="mine"):
+        talk.session(tmp_path, session_journal=path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("content", [b"", b'{"ev', b'{"event": "opened", "for', b"\0" * 40])
+def test_a_journal_that_was_cut_off_in_its_first_line_begins_anew(tmp_path, content):
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(content)
+    talk.session(tmp_path, session_journal=path).close()
+    assert [event["event"] for event in read_journal(path)] == ["opened"]
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"content": "x"}], ["hi"], [{"role": "user"}]])
+def test_messages_are_turns(tmp_path, messages):
+    with pytest.raises(TypeError, match="`messages` is a list of turns"):
+        talk.session(tmp_path, session_messages=messages)

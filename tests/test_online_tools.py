@@ -246,7 +246,7 @@ def test_searching_is_bounded_in_time_and_size(place, monkeypatch):
     assert len(found) == 201 and found[-1].startswith("[there are more")
     assert (
         tools["grep"]("hit", "binary")
-        == "No line matches hit in binary.\n[1 binary or very large files were not searched]"
+        == "No line matches hit in binary.\n[1 binary, very large or unreadable files were not searched]"
     )
     assert tools["grep"]("t[wh]", "**/*.txt").split("\n")[0].startswith("many") is False
     for i in range(300):

@@ -3,8 +3,9 @@
 Knows: sessions, tools, previews. Deliberately does not know: terminals, keys, script files.
 """
 
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,9 @@ class Desk:
             return Look(call, problem=str(error))
 
     def looks(self, calls: Sequence[Call]) -> list[Look]:
-        """What several calls would do, each by itself."""
-        return [self.look(call) for call in calls]
+        """What several calls would do, one after the other."""
+        with contextlib.nullcontext() if self.tools is None else self.tools.looking_ahead():
+            return [self.look(call) for call in calls]
 
     def approve(self, seen: Sequence[Look]) -> list[Observation]:
         """
@@ -91,7 +93,7 @@ class Desk:
         """
         pending: Reply | None = self.session.pending
         self._check(seen, () if pending is None else pending.calls)
-        with self._approval.granting(*self._commands(seen)):
+        with self._granting(seen):
             return self.session.approve()
 
     def approve_edited(self, seen: Sequence[Look] | str) -> list[Observation]:
@@ -105,7 +107,7 @@ class Desk:
             return self.session.approve_edited(seen)
         calls = [look.call for look in seen]
         self._check(seen, calls)
-        with self._approval.granting(*self._commands(seen)):
+        with self._granting(seen):
             return self.session.approve_edited(calls[0] if len(calls) == 1 else calls)
 
     def stop(self) -> None:
@@ -119,10 +121,17 @@ class Desk:
         if list(seen) != self.looks(calls):
             raise Changed("The folder has changed since the call was shown; look at it again. Nothing ran.")
 
-    @staticmethod
-    def _commands(seen: Sequence[Look]) -> list[str]:
-        arguments = [look.call.arguments for look in seen if look.call.name == "shell"]
-        return [values["command"] for values in arguments if isinstance(values.get("command"), str)]
+    @contextlib.contextmanager
+    def _granting(self, seen: Sequence[Look]) -> Iterator[None]:
+        """Within, the commands and the changes that were looked at can be made, and no others: an earlier call of the
+        same reply may have changed what a later one meets."""
+        runs = [look.call.arguments["command"] for look in seen if look.call.name == "shell" and look.problem is None]
+        diffs = [look.diff for look in seen if look.diff is not None]
+        with contextlib.ExitStack() as granted:
+            if self.tools is not None:
+                granted.enter_context(self.tools.only(diffs))
+            granted.enter_context(self._approval.granting(*runs))
+            yield
 
 
 def shell_kind(wanted: str) -> tuple[str, str | None]:

@@ -16,6 +16,7 @@ import yaml
 from .records import Call
 from .terminal import hidden, plain
 
+_DEEPEST = 64  # levels of an argument
 HEAD = "# Change the arguments and leave the editor. An empty file leaves all as it was.\n"
 
 
@@ -52,7 +53,7 @@ def read_calls(text: str) -> list[Call]:
     """
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise EditError(f"That is no YAML: {' '.join(str(error).split())}") from error
     data = [data] if isinstance(data, dict) else data
     if not isinstance(data, list) or not data:
@@ -75,16 +76,18 @@ def read_call(entry: Any, what: str) -> Call:
     if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
         raise EditError(f"{what}: `arguments` should be a mapping.")
     for key, value in arguments.items():
-        if not _is_plain(value):
-            raise EditError(f"{what}: `{key}` is no JSON value (a date or the like); put it in quotes.")
+        if not _is_plain(value, _DEEPEST):
+            raise EditError(f"{what}: `{key}` is no JSON value (a date or the like; put it in quotes), or too deep.")
     return Call(name, arguments)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, levels: int) -> bool:
+    if levels < 0:
+        return False
     if isinstance(value, list):
-        return all(_is_plain(item) for item in value)
+        return all(_is_plain(item, levels - 1) for item in value)
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+        return all(isinstance(key, str) and _is_plain(item, levels - 1) for key, item in value.items())
     return value is None or isinstance(value, (str, bool, int, float))
 
 
@@ -133,7 +136,8 @@ def edit_calls(calls: Sequence[Call], editor: Callable[[str, str], str] = run_ed
     if _blank(text):
         return None
     changed = read_calls(text)
-    return None if changed == list(calls) else changed
+    # Not `==`: for Python 2 is 2.0 and True is 1, for a tool they are not.
+    return None if calls_text(changed) == calls_text(calls) else changed
 
 
 def _blank(text: str) -> bool:

@@ -8,9 +8,11 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 try:
     import fcntl
@@ -43,13 +45,26 @@ def _complete(path: Path) -> tuple[list[Event], int]:
             break
         if not isinstance(event, dict) or "event" not in event:
             raise ValueError(f"{path}, line {number} is no event of a session: {line[:80]!r}.")
-        if event["event"] == "opened" and event["format"] != FORMAT:
-            raise ValueError(f"{path} has the format {event['format']}, and this version reads {FORMAT}.")
+        if event["event"] == "opened" and event.get("format") != FORMAT:
+            raise ValueError(f"{path} has the format {event.get('format')}, and this version reads {FORMAT}.")
         events.append(event)
         length += len(line)
+    if not events and not _may_begin(data):
+        raise ValueError(f"{path} is no journal: it holds something else. Take another file.")
+    if events and events[0]["event"] != "opened":
+        raise ValueError(
+            f"{path} begins with {events[0]['event']!r} and not with the line that opens a session: its first lines "
+            "are missing. Bring them back, or begin a new journal."
+        )
     if length < len(data):
         logger.warning(f"{path}: its last line was cut off while it was written, and is passed over.")
     return events, length
+
+
+def _may_begin(data: bytes) -> bool:
+    """Whether a crash may have left this of a first line: a part of it, or zeros that were not written over."""
+    first = b'{"event": "opened"'
+    return data.startswith(first) or first.startswith(data) or not data.strip(b"\0")
 
 
 def read_journal(path: "str | Path") -> list[Event]:
@@ -136,7 +151,8 @@ class Journal:
     def __init__(self, path: "str | Path") -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: BinaryIO = self.path.open("ab")
+        # Unbuffered: what could not be written is not written later after all.
+        self._file: FileIO = self.path.open("ab", buffering=0)
         if fcntl is not None:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,21 +162,32 @@ class Journal:
                     f"Another session writes to {self.path}. Close it, or take another journal."
                 ) from error
         try:
-            self.events, length = _complete(self.path)
+            self.events, self._length = _complete(self.path)
         except ValueError:
             self.close()
             raise
-        self._file.truncate(length)
+        self._file.truncate(self._length)
         if not self.events and os.name == "posix":  # the name of a new file is on the disk, too
             folder = os.open(self.path.absolute().parent, os.O_RDONLY)
             os.fsync(folder)
             os.close(folder)
 
     def write(self, event: Event) -> None:
-        """Append one event; it is on the disk when this returns."""
-        self._file.write(json.dumps(event).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Append one event; it is on the disk when this returns, and nothing of it is where this raises."""
+        line = json.dumps(event).encode() + b"\n"
+        if self._file.closed:
+            raise SessionError(f"This session was closed; open another one with {self.path}.")
+        try:
+            self._file.truncate(self._length)  # what an earlier failure left
+            written = 0
+            while written < len(line):
+                written += self._file.write(line[written:])
+            os.fsync(self._file.fileno())
+        except BaseException:
+            with suppress(OSError, ValueError):
+                self._file.truncate(self._length)
+            raise
+        self._length += len(line)
 
     def close(self) -> None:
         """Let others write."""

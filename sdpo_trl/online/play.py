@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+from jinja2.exceptions import TemplateError
 from rich.console import Console
 
 from . import terminal
@@ -14,7 +16,7 @@ from .desk import Desk
 from .editing import calls_text
 from .records import Call, SessionError
 from .script import Script, Step
-from .talk import Talk
+from .talk import Stopped, Talk
 
 
 class Unmet(Exception):
@@ -56,6 +58,15 @@ class Player(Talk):
                     getattr(self, f"_do_{step.name}")(step.value)
             except Unmet as error:
                 self.problem(f"FAILED at {step.where}: {error}")
+                return 1
+            except Stopped:
+                self.problem(f"STOPPED at {step.where}")
+                return 1
+            except TemplateError as error:
+                self.problem(f"NOT POSSIBLE at {step.where}: the chat template refuses the conversation: {error}")
+                return 1
+            except torch.OutOfMemoryError as error:
+                self.problem(f"NOT POSSIBLE at {step.where}: out of memory: {error}")
                 return 1
             except (SessionError, ValueError, IndexError, OSError) as error:
                 self.problem(f"NOT POSSIBLE at {step.where}: {error}")

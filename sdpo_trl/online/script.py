@@ -81,7 +81,7 @@ def load_script(path: str | Path) -> Script:
     """
     try:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ScriptError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
     except ScriptError as error:
         raise ScriptError(f"{path}, {error}") from error

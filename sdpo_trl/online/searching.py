@@ -3,6 +3,7 @@
 Knows: patterns, entries of a folder. Deliberately does not know: tools, models.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Iterator
@@ -65,7 +66,10 @@ def find_lines(workspace: Workspace, pattern: str, files: str) -> str:
             continue
         data = b"\0"
         if entry.size <= MAX_FILE_BYTES:
-            with workspace.open_file(folder, name, entry.path) as stream:
+            with (
+                contextlib.suppress(WorkspaceError),  # it may not be read, or it went away meanwhile
+                workspace.open_file(folder, name, entry.path) as stream,
+            ):
                 data = stream.read(MAX_FILE_BYTES)
         if b"\0" in data[:8192]:
             skipped += 1
@@ -77,7 +81,7 @@ def find_lines(workspace: Workspace, pattern: str, files: str) -> str:
                 if len(found) == MAX_FOUND or characters > MAX_CHARACTERS:
                     return "\n".join([*found, "[there are more: narrow the pattern or the files]"])
                 found.append(row)
-    note = f"\n[{skipped} binary or very large files were not searched]" if skipped else ""
+    note = f"\n[{skipped} binary, very large or unreadable files were not searched]" if skipped else ""
     return ("\n".join(found) or f"No line matches {pattern} in {files}.") + note
 
 

@@ -3,9 +3,11 @@
 Knows: its two halves, talking and learning. Deliberately does not know: terminals, what tools do.
 """
 
+import json
 import logging
 import math
 import tempfile
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,6 +95,7 @@ class OnlineSession(Conversation):
         self._journal = None if journal is None else Journal(journal)
         self._learned: tuple[Attempt, ...] = ()
         try:
+            self._require_same_tokens()
             self._updates = Updates(self.trainer, self._journal, undo_depth, _folder)
             self._state = self._restored(messages, _folder)
         except BaseException:
@@ -105,8 +108,14 @@ class OnlineSession(Conversation):
         """The state that the journal or the folder holds, or a new one, which the journal is told of."""
         state = SessionState()
         if self._journal is not None and self._journal.events:
-            for event in self._journal.events:
-                state.apply(event)
+            for number, event in enumerate(self._journal.events, 1):
+                try:
+                    state.apply(event)
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise ValueError(
+                        f"{self._journal.path}, line {number} ({event['event']}) does not follow from the lines "
+                        f"before it ({type(error).__name__}: {error}). Was a line removed or changed?"
+                    ) from error
             changed = changed_settings(self.trainer.args, self._journal.events[0]["settings"])
             if changed:
                 logger.warning(f"The journal was begun with other options, so its updates may differ: {changed}.")
@@ -115,14 +124,27 @@ class OnlineSession(Conversation):
         if folder is not None:
             state = SessionState.of(storage.session_of(folder)["state"])
         else:
+            _require_turns(messages)
             state.start, state.messages = well_formed(list(messages)), well_formed(list(messages))
         if self._journal is not None:
             self._journal.write({
                 "event": "opened", "format": FORMAT, "state": state.record(), "updates": self._updates.applied,
                 "folder": None if folder is None else str(folder.absolute()),
-                "settings": settings_of(self.trainer.args),
+                "settings": settings_of(self.trainer.args), "vocabulary": self._vocabulary(),
             })  # fmt: skip
         return state
+
+    def _require_same_tokens(self) -> None:
+        """Before the journal's updates are made again."""
+        opened = {} if self._journal is None or not self._journal.events else self._journal.events[0]
+        if opened.get("vocabulary", self._vocabulary()) != self._vocabulary():
+            raise ValueError(
+                f"{self._journal.path} is of a model with other tokens. Take that model, or another journal."
+            )
+
+    def _vocabulary(self) -> int:
+        """A number that tells tokenizers apart: recorded ids mean something under one of them alone."""
+        return zlib.crc32(json.dumps(sorted(self.trainer._tokenizer.get_vocab().items())).encode())
 
     # Learning
 
@@ -329,3 +351,15 @@ class OnlineSession(Conversation):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_turns(messages: Any) -> None:
+    for turn in messages:
+        if (
+            not isinstance(turn, dict)
+            or not isinstance(turn.get("role"), str)
+            or not {"content", "tool_calls"} & turn.keys()
+        ):
+            raise TypeError(
+                f"`messages` is a list of turns, each a dictionary with `role` and `content`, got {turn!r}."
+            )

@@ -106,6 +106,21 @@ class Shell:
                 "be switched off (Docker: `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`)."
             )
 
+    @staticmethod
+    def check(command: str) -> None:
+        """
+        What no shell could be given.
+
+        Raises:
+            [`WorkspaceError`]: with a hint.
+        """
+        if not command.strip() or "\0" in command or len(command) > 30_000:
+            raise WorkspaceError("The command is empty, holds a NUL or is too long.", "give one short command line.")
+        try:
+            command.encode()
+        except UnicodeEncodeError as error:
+            raise WorkspaceError("The command holds half of a character.", "write whole characters.") from error
+
     def run(self, command: str, seconds: int, characters: int) -> str:
         """
         Ask, run, and give back what it wrote, standard error included.
@@ -118,12 +133,7 @@ class Shell:
         Raises:
             [`WorkspaceError`]: it was not approved, it failed, or it met a limit; with what it wrote.
         """
-        if not command.strip() or "\0" in command or len(command) > 30_000:
-            raise WorkspaceError("The command is empty, holds a NUL or is too long.", "give one short command line.")
-        try:
-            command.encode()
-        except UnicodeEncodeError as error:
-            raise WorkspaceError("The command holds half of a character.", "write whole characters.") from error
+        self.check(command)
         if self._approve(command) is not True:
             raise WorkspaceError(
                 "The command was not approved, and nothing ran.", "a person must see and approve each command first."
@@ -159,6 +169,7 @@ class Shell:
         self._stop.clear()
 
     def _started(self, command: str, seconds: float) -> Watched:
+        self._workspace.require_in_place()
         supervisor = Supervisor(seconds, 4 * seconds, self._output_bytes, stop=self._stop)
         folder = str(self._workspace.path)
         shell = ["/bin/sh", "-c", _PRELUDE, "/bin/sh", command]
@@ -199,6 +210,9 @@ class Shell:
         for closed in self._workspace.closed:
             path = os.path.join(folder, *closed)
             if os.path.isdir(path) and os.path.realpath(path) == path:
+                for depth in range(1, len(closed)):  # mounted, so that no command moves it with what is closed in it
+                    above = os.path.join(folder, *closed[:depth])
+                    line += ["--bind", above, above]
                 line += ["--tmpfs", path, "--remount-ro", path]
         line += ["--remount-ro", "/", "--chdir", folder]
         return [*line, "--seccomp", str(filter_fd), "--info-fd", str(info_fd), "--"]

@@ -21,8 +21,9 @@ from ..files import attribute
 SESSION = "session.json"
 
 
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}.{suffix}")
+def _older(folder: Path) -> Path:
+    """Where the session that is replaced waits until the new one is there; no name that a person would choose."""
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
@@ -38,6 +39,9 @@ def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
         `FileExistsError`: the folder is there and holds no session.
         `OSError`: it cannot be written; an older session in it is as it was.
     """
+    folder = folder.resolve()  # a link stays, what it names is replaced
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file. Take another folder.")
     if folder.exists() and any(folder.iterdir()) and not (folder / SESSION).is_file():
         raise FileExistsError(f"{folder} holds something else than a session. Take another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +54,7 @@ def write(trainer: Any, folder: Path, session: dict[str, Any]) -> None:
             trainer._save_checkpoint(trainer.model, None)
         whole = Path(made) / f"checkpoint-{trainer.state.global_step}"
         (whole / SESSION).write_text(json.dumps(session), encoding="utf-8")
-        old = _beside(folder, "old")
+        old = _older(folder)
         if folder.exists():  # else a process was killed between these two, and the old one is all there is
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
@@ -66,8 +70,8 @@ def find(folder: "str | Path") -> Path:
         `FileNotFoundError`: there is neither.
         `ValueError`: it is incomplete.
     """
-    folder = Path(folder)
-    chosen = next((path for path in (folder, _beside(folder, "old")) if (path / SESSION).is_file()), None)
+    folder = Path(folder).resolve()
+    chosen = next((path for path in (folder, _older(folder)) if (path / SESSION).is_file()), None)
     if chosen is None:
         raise FileNotFoundError(f"There is no saved session in {folder}: it holds no {SESSION}.")
     wrong = damage(chosen)

@@ -47,7 +47,6 @@ class Talk:
         Raises:
             [`Stopped`]: Ctrl-C; nothing is pending.
         """
-        self.edited = None
         self.screen.print(Text("\nmodel", style="bold blue"))
         with self.interruptible() as stopped:
 
@@ -60,6 +59,7 @@ class Talk:
                 reply = (ask or self.session.respond)(on_text=piece)
             finally:
                 self.screen.print()
+        self.edited = None  # not before: where no answer was possible, the person's version still waits
         self.show(reply)
         return reply
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+import regex
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,15 +25,28 @@ MAX_WIDTH = 1000  # characters of a line
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
+# Fillers, joiners and selectors that are letters or marks by their category, and spaces that look like the usual one.
+_UNSEEN = regex.compile(r"\p{Default_Ignorable_Code_Point}|[\p{Zs}--[ \u3000]]|\u2800", regex.VERSION1)
+
+
 def plain(text: str) -> str:
     """
     A text that a terminal shows as it is: control characters (escape sequences begin with one), directions of writing,
-    invisible characters and what is no text become `\\xNN` or `\\uNNNN`; line feeds and tabs stay.
+    invisible characters, spaces that are none of the usual ones and what is no text become `\\xNN` or `\\uNNNN`; line
+    feeds and tabs stay.
     """
-    return "".join(
-        character if character in "\n\t" or unicodedata.category(character) not in _HIDDEN else _escaped(character)
-        for character in text
-    )
+    return "".join(_escaped(character) if _is_hidden(character) else character for character in text)
+
+
+def _is_hidden(character: str) -> bool:
+    if character in "\n\t" or " " <= character <= "~":
+        return False
+    return unicodedata.category(character) in _HIDDEN or _UNSEEN.match(character) is not None
+
+
+def in_line(text: str) -> str:
+    """The same where a line feed or a tab would be out of place: in a name."""
+    return plain(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
 def hidden(text: str) -> bool:
@@ -107,14 +121,14 @@ def call_view(
     head = Text("tool call", style="bold yellow")
     if total > 1:
         head.append(f" {number} of {total}")
-    head.append(f"  {plain(call.name)}", style="bold")
+    head.append(f"  {in_line(call.name)}", style="bold")
     rows: list[RenderableType] = [head]
     for name, value in arguments_of(call).items():
         if diff and name != "path":
             continue  # the diff says it better
         shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         lines = cut(shown.split("\n"), None if whole or command else 12)
-        rows.append(Padding(text_of(f"{name}: " + "\n  ".join(lines)), (0, 0, 0, 2), expand=False))
+        rows.append(Padding(text_of(f"{in_line(name)}: " + "\n  ".join(lines)), (0, 0, 0, 2), expand=False))
     if diff:
         rows.append(Padding(diff_view(diff, None if whole else MAX_LINES), (0, 0, 0, 2), expand=False))
     elif diff == "" and problem is None:
@@ -133,7 +147,7 @@ def observation_view(observation: Observation) -> Text:
     """What a tool replied."""
     shown = Text("tool reply " if observation.ok else "tool failed ", style="bold yellow" if observation.ok else "red")
     lines = cut(observation.text.split("\n"), 20)
-    shown.append(plain("\n  ".join([observation.call.name, *lines])), style="dim")
+    shown.append(plain("\n  ".join([in_line(observation.call.name), *lines])), style="dim")
     return shown
 
 

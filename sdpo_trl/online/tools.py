@@ -4,13 +4,14 @@ Knows: what each tool promises, and what it would do before it does it. Delibera
 terminals. Each tool is a function with types and a docstring, as TRL and `get_json_schema` read them.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .paths import WorkspaceError
+from .paths import WorkspaceError, split_path
 from .searching import find_lines, find_paths
 from .shell import Shell
 from .texts import Change, decoded, encoded, exact_edit, line_edit, numbered, split_lines
@@ -57,6 +58,8 @@ class WorkspaceTools:
     def __init__(self, workspace: Workspace | str | Path, shell: Shell | None = None) -> None:
         self.workspace = workspace if isinstance(workspace, Workspace) else Workspace(workspace)
         self._shell = shell
+        self._ahead: dict[tuple[str, ...], str] | None = None  # what the calls looked at so far would leave
+        self._shown: list[str] | None = None  # the changes that may be made, `None`: any
 
     def functions(self) -> list[Callable[..., str]]:
         """The tools, for `tools=` of a session or a trainer."""
@@ -73,6 +76,24 @@ class WorkspaceTools:
         if self._shell is not None:
             self._shell.ready()
 
+    @contextlib.contextmanager
+    def looking_ahead(self) -> Iterator[None]:
+        """Within, each preview is of a file as the calls that were previewed before would leave it."""
+        self._ahead = {}
+        try:
+            yield
+        finally:
+            self._ahead = None
+
+    @contextlib.contextmanager
+    def only(self, diffs: Sequence[str]) -> Iterator[None]:
+        """Within, a file is changed only as one of these diffs says, each once; other calls fail and write nothing."""
+        self._shown = list(diffs)
+        try:
+            yield
+        finally:
+            self._shown = None
+
     def preview(self, call: dict[str, Any]) -> str | None:
         """
         What a call would change, as a unified diff, without doing it.
@@ -86,14 +107,19 @@ class WorkspaceTools:
         Raises:
             [`WorkspaceError`]: the call would fail with this error.
         """
-        plans = (self._plan_write_file, self._plan_edit_file, self._plan_edit_lines)
+        plans = (self._plan_write_file, self._plan_edit_file, self._plan_edit_lines, self._plan_shell)
         plan = {plan.__name__.removeprefix("_plan_"): plan for plan in plans}.get(call["name"])
         if plan is None:
             return None
         arguments = call["arguments"]
         if not isinstance(arguments, dict) or not all(isinstance(name, str) for name in arguments):
             raise WorkspaceError(f"The arguments of {call['name']} are no object.", "give a JSON object.")
-        return plan(**arguments).diff()
+        change = plan(**arguments)
+        if change is None:
+            return None
+        if self._ahead is not None:
+            self._ahead[tuple(split_path(change.path))] = change.after
+        return change.diff()
 
     @_tool
     def read_file(self, path: str, first: int = 1, lines: int = 200) -> str:
@@ -209,16 +235,24 @@ class WorkspaceTools:
         Returns:
             What it wrote.
         """
+        self._plan_shell(command=command, seconds=seconds)
+        return self._shell.run(command, seconds, MAX_CHARACTERS)
+
+    @_tool
+    def _plan_shell(self, command: str, seconds: int = 60) -> None:
         if self._shell is None:
             raise WorkspaceError("There is no shell here.", "use the other tools.")
         if not 1 <= seconds <= 600:
             raise WorkspaceError(f"`seconds` is {seconds}.", "give 1 to 600.")
-        return self._shell.run(command, seconds, MAX_CHARACTERS)
+        self._shell.check(command)
 
     @_tool
     def _plan_write_file(self, path: str, text: str) -> Change:
         data, before, said = self._small(text), None, "Made"
-        if self.workspace.exists(path):
+        ahead = self._left(path)
+        if ahead is not None:
+            said, before = "Replaced all of", ahead
+        elif self.workspace.exists(path):
             said = "Replaced all of"
             # It may be replaced whatever it holds; what is no text is shown as well as can be.
             before = self.workspace.read(path).decode("utf-8", "backslashreplace")
@@ -248,12 +282,26 @@ class WorkspaceTools:
             raise WorkspaceError(f"That is more than {MAX_FILE_BYTES >> 20} MiB.", "write a smaller file.")
         return data
 
+    def _left(self, path: str) -> str | None:
+        """What an earlier call that was looked at would leave there."""
+        return None if not self._ahead else self._ahead.get(tuple(split_path(path)))
+
     def _editable(self, path: str) -> str:
+        ahead = self._left(path)
+        if ahead is not None:
+            return ahead
         text = decoded(self.workspace.read(path), path)
         self.workspace.exists(path)  # an error if it is write-protected
         return text
 
     def _do(self, change: Change) -> str:
+        if self._shown is not None:
+            if change.diff() not in self._shown:
+                raise WorkspaceError(
+                    f"`{change.path}` is not as it was when this change was shown, so nothing was written.",
+                    "read the file and call again.",
+                )
+            self._shown.remove(change.diff())
         self.workspace.write(change.path, encoded(change.after, "file"))
         return change.said
 

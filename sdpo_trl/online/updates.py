@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class Updates:
         self.applied: list[str] = []  # their ids
         self.version = 0  # of the weights; never comes back to an earlier value
         self._journal = journal
+        self._owed: list[Event] = []  # to the journal, which could not be written
         self._snapshots: deque[Snapshot] = deque(maxlen=undo_depth)
         self._watch = UpdateWatch()
         trainer.add_callback(self._watch)
@@ -89,17 +91,22 @@ class Updates:
         identity = uuid.uuid4().hex  # no other session's update has it, whatever folder is saved over which
         self._write({"event": "update", "id": identity, "rows": rows})
         self._watch.on_stage = tell
+        earlier = list(self._snapshots)
         try:
             tell("journal")
             logs = self._step(identity, rows)
+            self._write({"event": "finished", "id": identity, "metrics": logs})
+            tell("done")
         except BaseException:
-            if identity not in self.applied:
-                self._write({"event": "aborted", "id": identity})
+            if identity in self.applied:
+                self._take_back()
+                self._snapshots = deque(earlier, maxlen=self._snapshots.maxlen)
+            self._owed.append({"event": "aborted", "id": identity})
+            with suppress(OSError):  # a full disk: written before the next update is
+                self._pay()
             raise
         finally:
             self._watch.on_stage = None
-        self._write({"event": "finished", "id": identity, "metrics": logs})
-        tell("done")
         return logs
 
     def undo(self) -> None:
@@ -110,6 +117,9 @@ class Updates:
                 "`undo_depth` updates were taken back already."
             )
         self._write({"event": "undone", "id": self.applied[-1]})
+        self._take_back()
+
+    def _take_back(self) -> None:
         self._snapshots.pop().restore(self.trainer)
         self.applied.pop()
         self.metrics.pop()
@@ -140,8 +150,15 @@ class Updates:
         return logs
 
     def _write(self, event: Event) -> None:
+        self._pay()
         if self._journal is not None:
             self._journal.write(event)
+
+    def _pay(self) -> None:
+        while self._owed:
+            if self._journal is not None:
+                self._journal.write(self._owed[0])
+            del self._owed[0]
 
     @staticmethod
     def _saved(events: list[Event]) -> Path | None:

@@ -72,6 +72,20 @@ class Workspace:
         self._root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._root)
 
+    def require_in_place(self) -> None:
+        """
+        For what goes by the folder's path and not by its descriptor.
+
+        Raises:
+            [`WorkspaceError`]: another folder, or none, is at its path now.
+        """
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self._root)):
+                return
+        raise WorkspaceError(
+            f"The working folder is not at {self.path} any more.", "use the other tools, or ask the user."
+        )
+
     def read(self, path: str) -> bytes:
         """
         The content of a regular file of at most 8 MiB.
