@@ -101,16 +101,18 @@ def convert(quantity: str, unit: str) -> str:
     return _number(base * UNITS[unit][1] + UNITS[unit][2]) + unit
 
 
-def calculate(expression: str) -> str:
+def calculate(expression: str, then: str = "") -> str:
     """
     Calculate a value.
 
     Args:
         expression: Numbers, `+`, `-`, `*`, `/` and parentheses, for example `59*2`.
+        then: What is done with the value, for example `*2` or `-4`.
 
     Returns:
         The value, for example `118`.
     """
+    expression = f"({expression}){then}" if then else expression
     if len(expression) > 60:
         raise ValueError("too long")
     try:
@@ -160,8 +162,8 @@ def to_unit(quantity: str, unit: str) -> Call:
     return Call("convert", (("quantity", quantity), ("unit", unit)))
 
 
-def compute(expression: str) -> Call:
-    return Call("calculate", (("expression", expression),))
+def compute(expression: str, then: str = "") -> Call:
+    return Call("calculate", (("expression", expression), *([("then", then)] if then else [])))
 
 
 def number_of(quantity: str) -> str:
