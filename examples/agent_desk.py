@@ -364,14 +364,14 @@ def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int, num_layers: int = 2
+    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int, num_layers: int = 2, spread: float = 0.02
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, in float32."""
+    """A Llama with random weights of the standard deviation `spread`, in float32."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=POSITIONS,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa", initializer_range=spread,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -112,6 +112,7 @@ RIGHT = [desk.look_up("rome"), desk.to_unit("25C", "F"), desk.compute("77", "*2"
         ([RIGHT[0], RIGHT[2], RIGHT[2], None], [(1, "wrong tool: convert F")]),
         ([RIGHT[0], None], [(1, "missing step: convert F")]),
         ([None], [(0, "missing step: weather")]),
+        ([desk.look_up("oslo"), *RIGHT[1:], None], [(0, "wrong step: weather")]),
         ([desk.to_unit("1C", "F"), desk.to_unit("1C", "R"), RIGHT[2], None],
          [(0, "wrong tool: weather"), (1, "wrong unit: F")]),
         ([*RIGHT, RIGHT[0], None], []),
