@@ -101,16 +101,18 @@ def convert(quantity: str, unit: str) -> str:
     return _number(base * UNITS[unit][1] + UNITS[unit][2]) + unit
 
 
-def calculate(expression: str) -> str:
+def calculate(expression: str, then: str = "") -> str:
     """
     Calculate a value.
 
     Args:
         expression: Numbers, `+`, `-`, `*`, `/` and parentheses, for example `59*2`.
+        then: What is done with the value, for example `*2` or `-4`.
 
     Returns:
         The value, for example `118`.
     """
+    expression = f"({expression}){then}" if then else expression
     if len(expression) > 60:
         raise ValueError("too long")
     try:
@@ -160,8 +162,8 @@ def to_unit(quantity: str, unit: str) -> Call:
     return Call("convert", (("quantity", quantity), ("unit", unit)))
 
 
-def compute(expression: str) -> Call:
-    return Call("calculate", (("expression", expression),))
+def compute(expression: str, then: str = "") -> Call:
+    return Call("calculate", (("expression", expression), *([("then", then)] if then else [])))
 
 
 def number_of(quantity: str) -> str:
@@ -362,14 +364,14 @@ def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int, num_layers: int = 2
+    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int, num_layers: int = 2, spread: float = 0.02
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, in float32."""
+    """A Llama with random weights of the standard deviation `spread`, in float32."""
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
         num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=POSITIONS,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa", initializer_range=spread,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(seed)

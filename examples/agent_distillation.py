@@ -6,12 +6,13 @@ Offline, two CPU cores, minutes. A small Llama is taught to answer questions wit
 teacher. The student is the same model after it has learned from somebody careless, who leaves out steps and takes any
 unit. It acts for itself, and each of its tokens, in every turn, is distilled towards what the teacher would have
 written there (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on
-trajectories that the teacher wrote beforehand for the same questions (TRL's `SFTTrainer`). All are asked the same
-held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
+trajectories that the teacher wrote beforehand for the same questions (TRL's `SFTTrainer`). Both are trained with each
+of the same learning rates, and the one that does best on a validation split counts. All are asked the same held-out
+questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
 
 Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
-`--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true --learning_rate 1e-5
---fixed_learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too.
+`--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true
+--learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too.
 """
 
 import copy
@@ -37,7 +38,7 @@ from trl.chat_template_utils import get_training_chat_template
 from sdpo_trl import SDPOConfig, SDPOTrainer
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
-            "distillation_alpha": 0.0, "learning_rate": 5e-4, "max_steps": 40, "num_generations": 1}  # fmt: skip
+            "distillation_alpha": 0.0, "max_steps": 40, "num_generations": 1}  # fmt: skip
 Build = Callable[[], PreTrainedModel]  # a model as it is before any training; a trainer keeps what it is given
 
 
@@ -50,8 +51,10 @@ class DistillationArguments:
     teacher_steps: int = field(default=400, metadata={"help": "Warm start of the tiny teacher."})
     student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
     samples: int = field(default=2, metadata={"help": "Answers to each held-out question."})
-    fixed_learning_rates: list[float] = field(
-        default_factory=lambda: [5e-4, 1e-3], metadata={"help": "Training on fixed data: the better one counts."}
+    validation: int = field(default=64, metadata={"help": "Further questions, which choose the learning rates."})
+    learning_rates: list[float] = field(
+        default_factory=lambda: [5e-4, 1e-3, 2e-3],
+        metadata={"help": "Both ways of training run with each, in place of `learning_rate`."},
     )
 
 
@@ -107,9 +110,16 @@ def act(
 
 
 def distil(
-    student: Build, teacher: Build, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset
+    student: Build,
+    teacher: Build,
+    tokenizer: PreTrainedTokenizerBase,
+    args: SDPOConfig,
+    rows: Dataset,
+    rate: float,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """On-policy."""
+    args = copy.copy(args)
+    args.learning_rate = rate
     with desk.Phase() as phase:
         trainer = SDPOTrainer(
             student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=desk.TOOLS,
@@ -171,28 +181,38 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     tokenizer, student, teacher = build_models(options, rest, args.seed)
     system = options.model is not None
     asked = rows_of(held_out * options.samples, system)
-    trained_on = rows_of(desk.split(rest, options.prompts, random.Random(args.seed + 1))[1], system)
+    rest, own = desk.split(rest, options.prompts, random.Random(args.seed + 1))
+    trained_on = rows_of(own, system)
+    chosen_on = rows_of(
+        desk.split(rest, options.validation, random.Random(args.seed + 2))[1] * options.samples, system
+    )
     warm = round(time.perf_counter() - start, 1)
 
     def measured(model: PreTrainedModel, costs: dict[str, Any]) -> dict[str, Any]:
         return {**act(model, tokenizer, args, asked)[0], **costs}
 
-    table = {"student before": measured(student(), {}), "teacher": measured(teacher(), {})}
-    model, costs = distil(student, teacher, tokenizer, args, trained_on)
+    def run_each(train: Callable[[float], tuple[PreTrainedModel, dict[str, Any]]], name: str) -> PreTrainedModel:
+        """Train with each rate; the table gets the one that does best on the validation split."""
+        for rate in options.learning_rates:
+            model, costs = train(rate)
+            chosen_by = act(model, tokenizer, args, chosen_on)[0]["accuracy"]
+            rates.setdefault(name, {})[str(rate)] = measured(model, {"validation": chosen_by, **costs})
+            if chosen_by == max(row["validation"] for row in rates[name].values()):
+                best = model, rates[name][str(rate)]
+        table[name] = best[1]
+        return best[0]
+
+    table, rates = {"student before": measured(student(), {}), "teacher": measured(teacher(), {})}, {}
+    model = run_each(lambda rate: distil(student, teacher, tokenizer, args, trained_on, rate), "student, on-policy")
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    table["student, on-policy"] = measured(model, costs)
-    fixed = {}
     with desk.Phase() as writing:
-        data = write_down(teacher, tokenizer, args, trained_on, costs["tokens_trained"])
-    for rate in options.fixed_learning_rates:
-        model, costs = finetune(student, tokenizer, args, data, rate)
-        costs["seconds"] = round(costs["seconds"] + writing.seconds, 1)
-        fixed[str(rate)] = measured(model, costs)
-    best = max(fixed, key=lambda rate: fixed[rate]["accuracy"])
-    table["student, fixed data"] = fixed[best]
+        data = write_down(teacher, tokenizer, args, trained_on, table["student, on-policy"]["tokens_trained"])
+    run_each(lambda rate: finetune(student, tokenizer, args, data, rate), "student, fixed data")
+    for row in rates["student, fixed data"].values():
+        row["seconds"] = round(row["seconds"] + writing.seconds, 1)
     results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": args.max_steps * args.generation_batch_size,
-               "table": table, "fixed": fixed, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+               "table": table, "rates": rates, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
     Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1))
     print(desk.markdown(table))
     print(f"{len(held_out)} held-out questions, seed {args.seed}; {results['seconds']:.0f} s in all, "

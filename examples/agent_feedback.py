@@ -7,8 +7,9 @@ temperature in Rome, in the unit that `brol` stands for, and for what `zif` make
 Llama the tools, the meaning of nine *known* words, and to do what it is told in the middle of a conversation; the nine
 *new* words mean nothing to it. Then it acts, and its environment looks at every turn: `wrong unit: K`,
 `wrong tool: convert K`, `missing step: calculate *2`. SDPO re-reads each such turn with that line in front of it
-(`(turn, text)` feedback) and distils what the same model would then have done. GRPO gets the same number of rollouts
-and rewards, and does not see the lines. Writes `results.json` to `--output_dir` and prints a table.
+(`(turn, text)` feedback) and distils what the same model would then have done. A third of the questions are in known
+words, so that what these mean is not forgotten. GRPO gets the same questions, number of rollouts and rewards, and does
+not see the lines. Writes `results.json` to `--output_dir` and prints a table.
 """
 
 import copy
@@ -34,6 +35,7 @@ from sdpo_trl import SDPOConfig, SDPOTrainer
 
 DEFAULTS = {
     **desk.DEFAULTS,
+    "per_device_eval_batch_size": 72,  # a divisor of the questions, or the mean over batches is not their mean
     "output_dir": "runs/agent_feedback",
     "teacher_model_kind": "base",
     "distillation_alpha": 0.0,
@@ -45,7 +47,7 @@ DEFAULTS = {
     "per_device_train_batch_size": 64,
     "max_steps": 60,
     "num_generations": 1,  # feedback needs no group, and more different questions teach more
-    "lr_scheduler_type": "constant_with_warmup",
+    "lr_scheduler_type": "linear",
     "warmup_steps": 5,
 }
 HOUSE_WORDS = [
@@ -54,6 +56,16 @@ HOUSE_WORDS = [
 ]  # fmt: skip
 UNITS = ("F", "K", "R")
 OPERATIONS = ("+3", "+8", "-2", "-4", "*2", "*3")
+
+
+def build_tokenizer():
+    """The desk's, with a token for each house word and for each operation."""
+    return desk.build_tokenizer([*HOUSE_WORDS, *OPERATIONS, "then"])
+
+
+def build_model(tokenizer, seed: int):
+    """A small Llama; with smaller random weights it takes longer to learn to look things up."""
+    return desk.build_model(tokenizer, seed, 96, spread=0.1)
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,7 @@ class Order:
             return desk.look_up(self.city)
         if turn == 1:
             return desk.to_unit(seen, self.unit)
-        return desk.compute(desk.number_of(seen) + self.operation)
+        return desk.compute(desk.number_of(seen), self.operation)
 
     def wrong(self, turn: int, calls: list[dict[str, Any]]) -> str | None:
         """What the environment says of a turn with these calls; `None` if nothing is wrong with it."""
@@ -104,9 +116,12 @@ class Order:
         name, arguments = calls[0]["function"]["name"], calls[0]["function"]["arguments"]
         if len(calls) > 1 or name != step.split()[0] or not isinstance(arguments, dict):
             return f"wrong tool: {step}"
+        if name == "weather" and arguments.get("city") != self.city:
+            return f"wrong step: {step}"
         if name == "convert" and arguments.get("unit") != self.unit:
             return f"wrong unit: {self.unit}"
-        if name == "calculate" and not str(arguments.get("expression")).endswith(self.operation):
+        done = f"{arguments.get('expression')}{arguments.get('then') or ''}"
+        if name == "calculate" and not done.endswith(self.operation):
             return f"wrong step: {step}"
         return None
 
@@ -153,17 +168,18 @@ class HouseDesk:
         """
         return desk.convert(quantity, unit)
 
-    def calculate(self, expression: str) -> str:
+    def calculate(self, expression: str, then: str = "") -> str:
         """
         Calculate a value.
 
         Args:
             expression: Numbers, `+`, `-`, `*`, `/` and parentheses, for example `59*2`.
+            then: What is done with the value, for example `*2` or `-4`.
 
         Returns:
             The value, for example `118`.
         """
-        return desk.calculate(expression)
+        return desk.calculate(expression, then)
 
 
 def right_answer(completions, environments, answer, **columns) -> list[float]:
@@ -185,13 +201,7 @@ def conversation(
     for turn in range(3):
         if rng.random() < told[turn]:
             step = order.step(turn)
-            kinds = [
-                "wrong tool",
-                "missing step",
-                *(["wrong unit"] if turn == 1 else []),
-                *(["wrong step"] * (turn == 2)),
-            ]
-            kind = rng.choice(kinds)
+            kind = rng.choice(["wrong tool", "missing step", "wrong unit" if turn == 1 else "wrong step"])
             line = f"{kind}: {order.unit if kind == 'wrong unit' else step}"
             if turn == 0:
                 talk.messages[0]["content"] += f"; {line}"
@@ -227,12 +237,20 @@ def warm_start_talks(house: tuple[House, House], count: int, rng: random.Random)
 
 @dataclass
 class FeedbackArguments:
-    held_out: int = field(default=72, metadata={"help": "Questions in new words that are only asked at the end."})
-    warm_steps: int = field(default=600, metadata={"help": "Optimizer steps of the warm start."})
+    held_out: int = field(default=72, metadata={"help": "Questions that are only asked at the end."})
+    validation: int = field(default=72, metadata={"help": "Further questions, which choose between learning rates."})
+    known_share: float = field(
+        default=0.5, metadata={"help": "Questions in known words among those trained on, per question in new words."}
+    )
+    warm_steps: int = field(default=400, metadata={"help": "Optimizer steps of the warm start."})
     samples: int = field(default=2, metadata={"help": "Answers to each held-out question."})
     grpo_learning_rates: list[float] = field(
-        default_factory=lambda: [5e-4, 2e-4], metadata={"help": "GRPO is run with each; the better one counts."}
+        default_factory=lambda: [1e-3, 5e-4], metadata={"help": "GRPO is run with each; the better one counts."}
     )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.known_share <= 1:
+            raise ValueError(f"`known_share` must be in [0, 1], got {self.known_share}.")
 
 
 def rows_of(orders: list[Order], words: House) -> Dataset:
@@ -293,9 +311,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rng = random.Random(args.seed)
     known, new = house = houses(args.seed)
     orders = rng.sample(ORDERS, len(ORDERS))
-    held_out, trained_on = orders[: options.held_out], orders[options.held_out :]
-    tokenizer = desk.build_tokenizer(HOUSE_WORDS)
-    model = desk.build_model(tokenizer, args.seed, 96)
+    held_out, orders = orders[: options.held_out], orders[options.held_out :]
+    validation, trained_on = orders[: options.validation], orders[options.validation :]
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, args.seed)
     talks = warm_start_talks(house, min(4000, 32 * options.warm_steps), rng)
     desk.warm_start(model, tokenizer, talks, args.seed, steps=options.warm_steps)
     warm = round(time.perf_counter() - start, 1)
@@ -308,7 +327,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return {**report, **costs}
 
     table = {"before": measured(copy.deepcopy(model), {})}
-    rows = rows_of(trained_on, new)
+    practised = rng.sample(trained_on, round(options.known_share * len(trained_on)))
+    rows = Dataset.from_list([*rows_of(trained_on, new), *rows_of(practised, known)])
     trained, costs = run(SDPOTrainer, model, tokenizer, args, rows)
     trained.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
@@ -316,8 +336,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     grpo = {}
     for rate in options.grpo_learning_rates:
         trained, costs = run(GRPOTrainer, model, tokenizer, grpo_config(args, rate), rows)
-        grpo[str(rate)] = measured(trained, costs)
-    best = max(grpo, key=lambda rate: grpo[rate]["accuracy"])
+        chosen_by = ask(trained, tokenizer, args, rows_of(validation * options.samples, new))["accuracy"]
+        grpo[str(rate)] = measured(trained, {"validation": chosen_by, **costs})
+    best = max(grpo, key=lambda rate: grpo[rate]["validation"])
     table["GRPO"] = grpo[best]
     results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": args.max_steps * args.generation_batch_size,
                "table": table, "grpo": grpo, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip

@@ -3,7 +3,6 @@
 The whole runs take minutes each: `pytest -m slow tests/test_agent_examples.py`.
 """
 
-import copy
 import json
 import random
 
@@ -12,7 +11,6 @@ import agent_distillation
 import agent_feedback
 import pytest
 import tiny
-import torch
 from trl import GRPOTrainer
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
@@ -27,6 +25,7 @@ def test_the_tools():
         assert desk.convert(given, unit) == expected
     for expression, value in (("77*2", "154"), ("1+2*(3-5)", "-3"), ("-7/2", "-3.50"), ("0.1+0.2", "0.30")):
         assert desk.calculate(expression) == value
+    assert desk.calculate("7+1", "*2") == desk.calculate("8", then="*2") == "16"
 
 
 @pytest.mark.parametrize(
@@ -60,9 +59,9 @@ def test_every_question_has_its_answer_and_no_held_out_one_is_trained_on():
     assert not {task.question for task in rest} & {task.question for task in held_out}
 
 
-@pytest.mark.parametrize("words", [(), agent_feedback.HOUSE_WORDS])
-def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(words):
-    tokenizer = desk.build_tokenizer(words)
+@pytest.mark.parametrize("build", [desk.build_tokenizer, agent_feedback.build_tokenizer])
+def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(build):
+    tokenizer = build()
     rng = random.Random(0)
     talks = [desk.solved(task, rng, slip_rate=0.3) for task in rng.sample(desk.all_tasks(), 30)]
     for talk, (ids, labels) in zip(talks, desk.encode(tokenizer, talks), strict=True):
@@ -101,21 +100,23 @@ def test_a_rollout_that_ends_in_a_call_has_no_answer():
 
 
 ORDER = agent_feedback.Order("rome", "F", "*2")
-RIGHT = [desk.look_up("rome"), desk.to_unit("25C", "F"), desk.compute("77*2")]
+RIGHT = [desk.look_up("rome"), desk.to_unit("25C", "F"), desk.compute("77", "*2")]
 
 
 @pytest.mark.parametrize(
     ("turns", "remarks"),
     [
         ([*RIGHT, None], []),
-        ([RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298*2"), None], [(1, "wrong unit: F")]),
-        ([RIGHT[0], RIGHT[1], desk.compute("77+3"), None], [(2, "wrong step: calculate *2")]),
+        ([RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298", "*2"), None], [(1, "wrong unit: F")]),
+        ([RIGHT[0], RIGHT[1], desk.compute("77", "+3"), None], [(2, "wrong step: calculate *2")]),
         ([RIGHT[0], RIGHT[2], RIGHT[2], None], [(1, "wrong tool: convert F")]),
         ([RIGHT[0], None], [(1, "missing step: convert F")]),
         ([None], [(0, "missing step: weather")]),
+        ([desk.look_up("oslo"), *RIGHT[1:], None], [(0, "wrong step: weather")]),
         ([desk.to_unit("1C", "F"), desk.to_unit("1C", "R"), RIGHT[2], None],
          [(0, "wrong tool: weather"), (1, "wrong unit: F")]),
         ([*RIGHT, RIGHT[0], None], []),
+        ([RIGHT[0], RIGHT[1], desk.compute("77*2"), None], []),
     ],
 )  # fmt: skip
 def test_what_the_environment_says(turns, remarks):
@@ -145,9 +146,7 @@ def test_new_words_have_no_meaning_in_the_warm_start():
             slip = talk.messages.index(said) != turn and talk.slips
             if told and not slip and said.get("tool_calls") and ":" in line["content"]:
                 function = said["tool_calls"][0]["function"]
-                assert told in (function["name"], function["arguments"].get("unit")) or str(
-                    function["arguments"].get("expression")
-                ).endswith(told)
+                assert told in (function["name"], *function["arguments"].values())
 
 
 # A few steps of each
@@ -159,12 +158,12 @@ def quick(module, folder, **options):
 
 
 def test_the_teachers_lines_stand_in_front_of_the_turns_that_they_are_about(tmp_path):
-    tokenizer = desk.build_tokenizer(agent_feedback.HOUSE_WORDS)
+    tokenizer = agent_feedback.build_tokenizer()
     words = agent_feedback.houses(0)[1]
     args = quick(agent_feedback, tmp_path, max_completion_length=110)
     model = desk.build_model(tokenizer, 0, 16)
     trainer = agent_feedback.make(SDPOTrainer, model, tokenizer, args, agent_feedback.rows_of([ORDER] * 8, words))
-    calls = (RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298*2"))
+    calls = (RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298", "*2"))
     script = [f"<tool_call>{json.dumps(call.message['function'])}</tool_call>$" for call in calls]
     (inputs,) = tiny.micro_batches(tiny.acting(trainer, [[*script, "596$"]]))
     active = trainer._active(inputs)
@@ -176,29 +175,42 @@ def test_the_teachers_lines_stand_in_front_of_the_turns_that_they_are_about(tmp_
     assert trainer.environments[0].feedback == [(1, "wrong unit: F")]
 
 
-@pytest.mark.parametrize("trainer_class", [SDPOTrainer, GRPOTrainer])
-def test_the_agent_of_the_feedback_example_trains(tmp_path, trainer_class):
-    tokenizer = desk.build_tokenizer(agent_feedback.HOUSE_WORDS)
-    house = agent_feedback.houses(0)
-    model = desk.build_model(tokenizer, 0, 16)
-    desk.warm_start(model, tokenizer, agent_feedback.warm_start_talks(house, 40, random.Random(0)), 0, steps=2)
-    before = copy.deepcopy(model.state_dict())
-    args = quick(agent_feedback, tmp_path)
-    if trainer_class is GRPOTrainer:
-        args = agent_feedback.grpo_config(args, 1e-3)
-    rows = agent_feedback.rows_of(agent_feedback.ORDERS[:16], house[1])
-    trained, costs = agent_feedback.run(trainer_class, model, tokenizer, args, rows)
-    assert costs["seconds"] > 0
-    tiny.assert_equal(model.state_dict(), before)  # a copy is trained
-    if trainer_class is SDPOTrainer:
-        assert any(not torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+def test_a_small_run_of_the_feedback(tmp_path, capsys, monkeypatch):
+    learned_from = {}
+    plain = agent_feedback.make
+
+    def watched(trainer_class, model, tokenizer, args, rows):
+        learned_from.setdefault(trainer_class, []).append((args.learning_rate, args.num_generations, rows))
+        return plain(trainer_class, model, tokenizer, args, rows)
+
+    monkeypatch.setattr(agent_feedback, "make", watched)
+    results = agent_feedback.main(
+        ["--warm_steps", "2", "--max_steps", "2", "--held_out", "4", "--validation", "4", "--samples", "1",
+         "--per_device_train_batch_size", "8", "--max_completion_length", "24", "--grpo_learning_rates", "1e-3",
+         "--output_dir", str(tmp_path)]
+    )  # fmt: skip
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written == json.loads(json.dumps(results))
+    assert list(results["table"]) == ["before", "SDPO, own feedback", "GRPO"] and list(results["grpo"]) == ["0.001"]
+    assert results["rollouts"] == 16 and results["table"]["GRPO"]["validation"] is not None
+    assert "| SDPO, own feedback |" in capsys.readouterr().out and (tmp_path / "model.safetensors").exists()
+    ((rate, group, rows),) = learned_from[GRPOTrainer]
+    assert (rate, group) == (1e-3, 8)
+    assert len(rows) == (360 - 8) * 3 // 2  # a third of them in known words
+    asked = learned_from[SDPOTrainer][0][2]["prompt"]  # the held-out ones
+    assert len(asked) == 4 and not any(prompt in list(rows["prompt"]) for prompt in asked)
+
+
+def test_the_share_of_known_words_is_checked():
+    with pytest.raises(ValueError, match="known_share"):
+        agent_feedback.FeedbackArguments(known_share=2)
 
 
 def test_a_small_run_of_the_distillation(tmp_path, capsys):
     results = agent_distillation.main(
-        ["--teacher_steps", "3", "--student_steps", "3", "--max_steps", "2", "--held_out", "8", "--prompts", "8",
-         "--samples", "1", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
-         "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path)]
+        ["--teacher_steps", "2", "--student_steps", "2", "--max_steps", "2", "--held_out", "4", "--prompts", "8",
+         "--samples", "1", "--per_device_train_batch_size", "8", "--max_completion_length", "24",
+         "--learning_rates", "1e-3", "2e-3", "--validation", "4", "--output_dir", str(tmp_path)]
     )  # fmt: skip
     written = json.loads((tmp_path / "results.json").read_text())
     assert written == json.loads(json.dumps(results))
@@ -206,11 +218,14 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys):
     assert list(table) == ["student before", "teacher", "student, on-policy", "student, fixed data"]
     learned = table["student, on-policy"]["tokens_trained"], table["student, fixed data"]["tokens_trained"]
     assert learned[0] > 0 and 0 <= learned[1] - learned[0] < 100  # the same budget, up to one trajectory
+    for name, tried in results["rates"].items():
+        assert list(tried) == ["0.001", "0.002"] and table[name] in tried.values()
+        assert table[name]["validation"] == max(row["validation"] for row in tried.values())
     assert "| student, on-policy |" in capsys.readouterr().out
     again = agent_distillation.main(
         ["--model", str(tmp_path), "--teacher_model", str(tmp_path), "--max_steps", "1", "--held_out", "4",
-         "--samples", "1", "--prompts", "8", "--per_device_train_batch_size", "8", "--max_completion_length", "30",
-         "--fixed_learning_rates", "1e-3", "--output_dir", str(tmp_path / "again")]
+         "--samples", "1", "--prompts", "4", "--per_device_train_batch_size", "4", "--max_completion_length", "24",
+         "--learning_rates", "1e-3", "--validation", "4", "--output_dir", str(tmp_path / "again")]
     )  # fmt: skip
     assert again["table"]["teacher"] == again["table"]["student before"]
     with pytest.raises(ValueError, match="go together"):
