@@ -57,12 +57,37 @@ class GuardedTrainer(FilesTrainer):
         finally:
             self._upload_tables()
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(
+        self,
+        model,
+        epoch,
+        train_dataloader,
+        steps_in_epoch,
+        num_update_steps_per_epoch,
+        trial,
+        ignore_keys_for_eval,
+        start_time,
+        resume_from_checkpoint,
+        epochs_trained,
+        steps_trained_in_current_epoch,
+    ):
         """transformers looks for the end behind a step: a finished run that is taken up again would make one more."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
-        super()._run_epoch(*args, **kwargs)
+        super()._run_epoch(
+            model,
+            epoch,
+            train_dataloader,
+            steps_in_epoch,
+            num_update_steps_per_epoch,
+            trial,
+            ignore_keys_for_eval,
+            start_time,
+            resume_from_checkpoint,
+            epochs_trained,
+            steps_trained_in_current_epoch,
+        )
 
     def _check_size(self) -> None:
         """TRL leaves out a rollout batch that is not full; without a full one, a run would end at once."""
