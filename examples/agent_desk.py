@@ -1,30 +1,28 @@
-"""The agents' desk: three local tools, questions that need one to three calls, and models that learn to call them.
+"""The agents' desk: questions that need one to three calls of the tools, who answers them how, and what is measured.
 
-`weather` reads a table, `convert` knows scales and units, `calculate` runs a parsed expression. A question such as
-`rome in F times 2` needs `weather`, then `convert`, then `calculate`, and its answer is what the last one replied; the
-others need one call or two, in one turn or in several. Everything is deterministic. A tool that gets nonsense raises,
-and the student reads why.
-
-This module knows the tools, the questions, the tokenizer, the models and the warm start. It does not know the trainer.
+A question such as `rome in F times 2` needs `weather`, then `convert`, then `calculate`, and its answer is what the
+last one replied; the others need one call or two, in one turn or in several.
 """
 
-import ast
-import operator
 import random
 import re
-import string
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from agent_tools import (
+    CELSIUS,
+    OPERATIONS,
+    SCALES,
+    UNITS,
+    Call,
+    compute,
+    look_up,
+    number_of,
+    to_unit,
+)
 
 SYSTEM = (
     "Use the tools for every value; never guess one. A question names a city (its temperature is asked for), perhaps "
@@ -33,7 +31,6 @@ SYSTEM = (
 )
 MAX_COMPLETION_LENGTH = 110  # the longest right answer has 60 tokens, replies included
 MAX_TOOL_CALLING_ITERATIONS = 5
-POSITIONS = 512
 CLEAR_REFS = Path("/proc/self/clear_refs")
 
 # Options of both examples' trainers.
@@ -43,132 +40,6 @@ DEFAULTS = {
     "gradient_checkpointing": False, "use_cpu": True, "bf16": False, "save_strategy": "no", "report_to": "none",
     "logging_steps": 1, "disable_tqdm": True,
 }  # fmt: skip
-
-CELSIUS = {
-    "rome": 25, "oslo": 5, "cairo": 35, "lima": 20, "delhi": 40, "paris": 15, "quito": 10, "tunis": 30, "bern": 10,
-    "accra": 35, "minsk": 5, "dakar": 30, "seoul": 15, "hanoi": 25, "sofia": 20, "doha": 40, "riga": 5, "kyoto": 15,
-    "perth": 20, "malmo": 10,
-}  # fmt: skip
-# Each unit as `(dimension, factor, offset)` of the dimension's first: a value is `base * factor + offset`.
-UNITS = {
-    "C": ("temperature", Fraction(1), 0), "F": ("temperature", Fraction(9, 5), 32),
-    "K": ("temperature", Fraction(1), 273), "R": ("temperature", Fraction(4, 5), 0),
-    "h": ("time", Fraction(1), 0), "min": ("time", Fraction(60), 0), "s": ("time", Fraction(3600), 0),
-}  # fmt: skip
-SCALES = ("F", "K", "R")
-OPERATIONS = {"+": "plus", "-": "minus", "*": "times"}
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def _number(value: Fraction) -> str:
-    """As people write it: whole, or rounded to two decimals."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.2f}"
-
-
-def weather(city: str) -> str:
-    """
-    Look up today's temperature.
-
-    Args:
-        city: The name of a city, in lower case.
-
-    Returns:
-        The temperature in degrees Celsius, for example `15C`.
-    """
-    if city not in CELSIUS:
-        raise ValueError(f"no city {city}")
-    return f"{CELSIUS[city]}C"
-
-
-def convert(quantity: str, unit: str) -> str:
-    """
-    Convert a quantity to another unit.
-
-    Args:
-        quantity: A number and its unit, for example `15C` or `3h`.
-        unit: The unit to convert to: C, F, K or R for temperatures; h, min or s for times.
-
-    Returns:
-        The quantity in that unit, for example `59F`.
-    """
-    match = re.fullmatch(r"(-?\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z]+)", str(quantity))
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"no quantity {quantity}")
-    dimension, factor, offset = UNITS[match[2]]
-    if unit not in UNITS or UNITS[unit][0] != dimension:
-        raise ValueError(f"no unit {unit}")
-    base = (Fraction(match[1]) - offset) / factor
-    return _number(base * UNITS[unit][1] + UNITS[unit][2]) + unit
-
-
-def calculate(expression: str, then: str = "") -> str:
-    """
-    Calculate a value.
-
-    Args:
-        expression: Numbers, `+`, `-`, `*`, `/` and parentheses, for example `59*2`.
-        then: What is done with the value, for example `*2` or `-4`.
-
-    Returns:
-        The value, for example `118`.
-    """
-    expression = f"({expression}){then}" if then else expression
-    if len(expression) > 60:
-        raise ValueError("too long")
-    try:
-        return _number(_value(ast.parse(expression, mode="eval").body))
-    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
-        raise ValueError(f"no expression {expression}") from error
-
-
-def _value(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return Fraction(str(node.value))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return Fraction(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
-    raise ValueError(f"no number {ast.unparse(node)}")
-
-
-TOOLS: list[Callable[..., str]] = [weather, convert, calculate]
-BY_NAME = {tool.__name__: tool for tool in TOOLS}
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool's name and its arguments."""
-
-    name: str
-    arguments: tuple[tuple[str, str], ...]
-
-    def run(self) -> str:
-        """What the student reads: the reply, or the error as TRL shows it."""
-        try:
-            return BY_NAME[self.name](**dict(self.arguments))
-        except ValueError as error:
-            return str({"error": str(error)})
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
-
-
-def look_up(city: str) -> Call:
-    return Call("weather", (("city", city),))
-
-
-def to_unit(quantity: str, unit: str) -> Call:
-    return Call("convert", (("quantity", quantity), ("unit", unit)))
-
-
-def compute(expression: str, then: str = "") -> Call:
-    return Call("calculate", (("expression", expression), *([("then", then)] if then else [])))
-
-
-def number_of(quantity: str) -> str:
-    """The digits of a quantity: `59` of `59F`."""
-    return quantity.rstrip(string.ascii_letters)
 
 
 @dataclass(frozen=True)
@@ -203,7 +74,7 @@ def _both(one: str, other: str) -> Task:
 
 
 def all_tasks() -> list[Task]:
-    """Every question of the five kinds, 1,700 or so."""
+    """Every question of the four kinds."""
     cities = list(CELSIUS)
     tasks = [Task(city, "one step", ((look_up(city),),)) for city in cities]
     tasks += [chain(city, unit) for city in cities for unit in SCALES]
@@ -228,7 +99,13 @@ def split(tasks: Sequence[Task], held_out: int, rng: random.Random) -> tuple[lis
     """`(rest, held out)`: as many of each kind, `held_out` in all."""
     chosen: list[Task] = []
     for kind in KINDS:
-        chosen += rng.sample([task for task in tasks if task.kind == kind], held_out // len(KINDS))
+        left, wanted = [task for task in tasks if task.kind == kind], held_out // len(KINDS)
+        if wanted > len(left):
+            raise ValueError(
+                f"{held_out} questions would take {wanted} of the kind '{kind}', and {len(left)} are left of it. Ask "
+                "for fewer (`--held_out`, `--prompts`, `--validation`)."
+            )
+        chosen += rng.sample(left, wanted)
     questions = {task.question for task in chosen}
     return [task for task in tasks if task.question not in questions], chosen
 
@@ -312,151 +189,6 @@ def careless(task: Task, rng: random.Random) -> Conversation:
         seen = conversation.say(calls)
     conversation.say(text=seen)
     return conversation
-
-
-# Tokenizer and models
-
-PAD, EOS = "<pad>", "<eos>"
-ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
-# What a call is made of besides its words, a token each, so that a call is short.
-CALL_PARTS = ['<tool_call>{"name": "', '", "arguments": {"', '": "', '", "', '"}}</tool_call>', "{'error': '", "'}"]
-WORDS = [
-    *BY_NAME, "city", "quantity", "unit", "expression", *CELSIUS, *UNITS, *OPERATIONS.values(), "in", "no", "wrong",
-    "tool", "missing", "step",
-]  # fmt: skip
-CHAT_TEMPLATE = (
-    "{% if tools %}<|system|>{% for t in tools %}{{ t['function']['name'] }}{{ ' ' if not loop.last }}{% endfor %}"
-    "{% endif %}{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}{% for c in m['tool_calls'] or [] %}<tool_call>{\"name\": \"{{ c['function']['name'] }}\", "
-    "\"arguments\": {{ c['function']['arguments'] | tojson }}}</tool_call>{% endfor %}<eos>{% endgeneration %}"
-    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|assistant|>",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"close": EOS, "content": "text"},
-    },
-}  # fmt: skip
-
-
-def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A token per known word, part of a call, digit and other character; pads on the left."""
-    whole = [*CALL_PARTS, *WORDS, *words]
-    characters = [c for c in string.printable if c not in "\r\x0b\x0c"]
-    vocabulary = {t: i for i, t in enumerate(dict.fromkeys([PAD, EOS, "<unk>", *ROLES, *whole, *characters]))}
-    longest_first = sorted(whole, key=len, reverse=True)
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    pattern = "|".join([*(re.escape(token) for token in longest_first), r"[\s\S]"])
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token="<unk>", additional_special_tokens=ROLES,
-        padding_side="left", model_max_length=POSITIONS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    return tokenizer
-
-
-def build_model(
-    tokenizer: PreTrainedTokenizerBase, seed: int, hidden_size: int, num_layers: int = 2, spread: float = 0.02
-) -> LlamaForCausalLM:
-    """A Llama with random weights of the standard deviation `spread`, in float32."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=POSITIONS,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa", initializer_range=spread,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], chat_template: str | None = None
-) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of each conversation; labels are -100 outside the assistant's turns, and in slips."""
-    rows = []
-    for conversation in conversations:
-        encoded = tokenizer.apply_chat_template(
-            conversation.messages,
-            tools=TOOLS,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            chat_template=chat_template,
-        )
-        turn, before, labels = -1, 0, []
-        for token, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
-            turn += own and not before
-            before = own
-            labels.append(token if own and turn not in conversation.slips else -100)
-        rows.append((encoded["input_ids"], labels))
-    return rows
-
-
-def learned(labels: Sequence[int]) -> int:
-    """How many tokens of a row are learned."""
-    return sum(label != -100 for label in labels)
-
-
-def pad_right(
-    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[int]]]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, both `(rows, longest)`; causal attention never looks at padding on the right."""
-    longest = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in rows])
-    return ids, torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
-
-
-def warm_start(
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
-    seed: int,
-    *,
-    steps: int,
-    batch_size: int = 32,
-    learning_rate: float = 3e-3,
-) -> None:
-    """Teach the model, in place, to go on as the assistant does in these conversations."""
-    rows = encode(tokenizer, conversations)
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
-    )
-    model.train()
-    progress = tqdm(range(steps), desc="warm start", disable=None)
-    for _ in progress:
-        batch = sorted(rng.sample(rows, batch_size), key=lambda row: len(row[0]))
-        total = sum(learned(labels) for _, labels in batch)
-        loss_sum = 0.0
-        for part in (batch[: batch_size // 2], batch[batch_size // 2 :]):  # short and long rows apart: less padding
-            ids, labels = pad_right(tokenizer, part)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / total
-            loss.backward()
-            loss_sum += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.set_postfix(loss=f"{loss_sum:.3f}", refresh=False)
-
-
-@torch.no_grad()
-def success_rate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, talks: Sequence[Conversation]) -> float:
-    """The mean probability, exactly, that the model says all that the assistant says in these conversations."""
-    ids, labels = pad_right(tokenizer, encode(tokenizer, talks))
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1].float().cpu()
-    losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")  # (rows, longest - 1)
-    return losses.sum(1).neg().exp().mean().item()
 
 
 # Measuring

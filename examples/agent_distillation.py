@@ -29,6 +29,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything of Hugging Face 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import agent_desk as desk
+import agent_model
+import agent_tools
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
@@ -38,7 +40,7 @@ from trl.chat_template_utils import get_training_chat_template
 from sdpo_trl import SDPOConfig, SDPOTrainer
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
-            "distillation_alpha": 0.0, "max_steps": 40, "num_generations": 1}  # fmt: skip
+            "distillation_alpha": 0.0, "max_steps": 60, "num_generations": 1}  # fmt: skip
 Build = Callable[[], PreTrainedModel]  # a model as it is before any training; a trainer keeps what it is given
 
 
@@ -48,12 +50,12 @@ class DistillationArguments:
     teacher_model: str | None = field(default=None, metadata={"help": "The teacher, where `--model` is given."})
     prompts: int = field(default=96, metadata={"help": "Questions that are trained on."})
     held_out: int = field(default=128, metadata={"help": "Questions that are only asked at the end."})
-    teacher_steps: int = field(default=400, metadata={"help": "Warm start of the tiny teacher."})
+    teacher_steps: int = field(default=350, metadata={"help": "Warm start of the tiny teacher."})
     student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
-    samples: int = field(default=2, metadata={"help": "Answers to each held-out question."})
+    samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
     validation: int = field(default=64, metadata={"help": "Further questions, which choose the learning rates."})
     learning_rates: list[float] = field(
-        default_factory=lambda: [5e-4, 1e-3, 2e-3],
+        default_factory=lambda: [2.5e-4, 5e-4, 1e-3],
         metadata={"help": "Both ways of training run with each, in place of `learning_rate`."},
     )
 
@@ -68,18 +70,18 @@ def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: i
             lambda name=name: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
             for name in (options.model, options.teacher_model)
         )
-    tokenizer, rng = desk.build_tokenizer(), random.Random(seed)
+    tokenizer, rng = agent_model.build_tokenizer(), random.Random(seed)
     by_kind = {kind: [task for task in tasks if task.kind == kind] for kind in desk.KINDS}
 
     def talks(told: Callable[[desk.Task], desk.Conversation], steps: int) -> list[desk.Conversation]:
         return [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
 
-    teacher = desk.build_model(tokenizer, seed, 96)
+    teacher = agent_model.build_model(tokenizer, seed)
     solved = talks(lambda task: desk.solved(task, rng, slip_rate=0.1), options.teacher_steps)
-    desk.warm_start(teacher, tokenizer, solved, seed, steps=options.teacher_steps)
+    agent_model.warm_start(teacher, tokenizer, solved, seed, steps=options.teacher_steps)
     student = copy.deepcopy(teacher)
     careless = talks(lambda task: desk.careless(task, rng), options.student_steps)
-    desk.warm_start(student, tokenizer, careless, seed, steps=options.student_steps, learning_rate=1e-3)
+    agent_model.warm_start(student, tokenizer, careless, seed, steps=options.student_steps, learning_rate=1e-3)
     return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
 
 
@@ -103,7 +105,13 @@ def act(
     evaluation = copy.copy(args)
     evaluation.teacher_context, evaluation.teacher_model_kind = "feedback", "live"  # nothing is distilled here
     evaluator = SDPOTrainer(
-        model, watched, evaluation, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer, tools=desk.TOOLS
+        model,
+        watched,
+        evaluation,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        tools=agent_tools.TOOLS,
     )
     evaluator.remove_callback(PrinterCallback)
     return desk.summary(evaluator.evaluate()), seen
@@ -122,7 +130,7 @@ def distil(
     args.learning_rate = rate
     with desk.Phase() as phase:
         trainer = SDPOTrainer(
-            student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=desk.TOOLS,
+            student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=agent_tools.TOOLS,
             teacher_model=teacher(),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -141,10 +149,12 @@ def write_down(
     while tokens > 0:
         said = act(teacher(), tokenizer, args, rows)[1]
         random.Random(args.seed).shuffle(said)
-        for ids, labels in desk.encode(tokenizer, [desk.Conversation(turns) for turns in said], chat_template=made):
+        for ids, labels in agent_model.encode(
+            tokenizer, [desk.Conversation(turns) for turns in said], chat_template=made
+        ):
             if tokens > 0:
                 data.append((ids, labels))
-                tokens -= desk.learned(labels)
+                tokens -= agent_model.learned(labels)
     return data
 
 
@@ -167,7 +177,7 @@ def finetune(
         trainer = SFTTrainer(student(), config, train_dataset=rows, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    tokens = sum(desk.learned(labels) for _, labels in data)
+    tokens = sum(agent_model.learned(labels) for _, labels in data)
     return trainer.model, {"tokens_trained": tokens, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
 
 
@@ -193,11 +203,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     def run_each(train: Callable[[float], tuple[PreTrainedModel, dict[str, Any]]], name: str) -> PreTrainedModel:
         """Train with each rate; the table gets the one that does best on the validation split."""
+        best = None
         for rate in options.learning_rates:
             model, costs = train(rate)
             chosen_by = act(model, tokenizer, args, chosen_on)[0]["accuracy"]
             rates.setdefault(name, {})[str(rate)] = measured(model, {"validation": chosen_by, **costs})
-            if chosen_by == max(row["validation"] for row in rates[name].values()):
+            if best is None or chosen_by > best[1]["validation"]:  # the first of equals
                 best = model, rates[name][str(rate)]
         table[name] = best[1]
         return best[0]

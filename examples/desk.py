@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
+import tiny_llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sdpo_trl.online import Call
 from sdpo_trl.reprompt import Hint, Templates, teacher_prompt
@@ -243,29 +242,9 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> LlamaForCausalLM:
     """A Llama with random weights, half a million parameters, in float32."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=512, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, attn_implementation="sdpa", tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
-
-
-def _batch(tokenizer: PreTrainedTokenizerFast, rows: list[tuple[Any, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels of prompt, answer and end, padded on the right, `(rows, longest)`; labels -100 in the prompt."""
-    render = tokenizer.apply_chat_template
-    prompts = tokenizer([render(chat, tokenize=False, add_generation_prompt=True) for chat, _ in rows]).input_ids
-    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([answer for _, answer in rows]).input_ids]
-    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
+    return tiny_llama.build_model(
+        tokenizer, seed, hidden_size=128, num_layers=3, positions=512, tie_word_embeddings=True
+    )
 
 
 def warm_start(
@@ -288,22 +267,12 @@ def warm_start(
         The last loss per token, in nats.
     """
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
-    )
-    model.train()
-    loss = torch.zeros(())
-    for _ in range(steps):
+
+    def draw() -> list[tiny_llama.Row]:
         rows = sorted((_example(rng, habit) for _ in range(batch_size)), key=lambda row: len(str(row)))
-        for part in (rows[: batch_size // 2], rows[batch_size // 2 :]):  # short and long apart: less padding
-            ids, labels = _batch(tokenizer, part)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-            (loss / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
+        prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat, _ in rows]
+        return tiny_llama.answers(tokenizer, [(p, answer) for p, (_, answer) in zip(prompts, rows, strict=True)])
+
+    loss = tiny_llama.warm_start(model, tokenizer, draw, steps=steps, learning_rate=learning_rate)
     model.eval()
-    return loss.item()
+    return loss

@@ -14,11 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
+import tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from sdpo_trl.reprompt import Hint, Templates, teacher_prompt
 
@@ -163,22 +161,7 @@ def build_model(
     tokenizer: PreTrainedTokenizerBase, seed: int, *, hidden_size: int = 128, num_layers: int = 2, positions: int = 128
 ) -> LlamaForCausalLM:
     """A Llama with random weights, 341,120 parameters by default, in float32."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+    return tiny_llama.build_model(tokenizer, seed, hidden_size=hidden_size, num_layers=num_layers, positions=positions)
 
 
 def warm_start_rows(seed: int, count: int, rng: random.Random) -> list[tuple[str, str]]:
@@ -198,24 +181,6 @@ def warm_start_rows(seed: int, count: int, rng: random.Random) -> list[tuple[str
     return rows
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, rows: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of prompt + answer + EOS, padded on the *right*, both (rows, longest).
-
-    Causal attention never looks at padding on the right, so no attention mask is needed. Labels are -100 outside the
-    answer.
-    """
-    prompts = tokenizer([prompt for prompt, _ in rows]).input_ids
-    answers = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([answer for _, answer in rows]).input_ids]
-    longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
-    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        end = len(prompt) + len(answer)
-        ids[row, :end] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : end] = torch.tensor(answer)
-    return ids, labels
-
-
 def warm_start(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -231,27 +196,11 @@ def warm_start(
     without a meaning.
     """
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
-    )
-    model.train()
-    progress = tqdm(range(steps), desc="warm start")
-    half = batch_size // 2
-    for _ in progress:
-        rows = sorted(make_rows(seed, batch_size, rng), key=lambda row: len(row[0]))
-        total = 0.0
-        for part in (rows[:half], rows[half:]):  # short and long rows apart: less padding
-            ids, labels = encode(tokenizer, part)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # (rows, longest - 1, vocabulary)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()) / 2
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        progress.set_postfix(loss=f"{total:.3f}", refresh=False)
+
+    def draw() -> list[tiny_llama.Row]:
+        return tiny_llama.answers(tokenizer, sorted(make_rows(seed, batch_size, rng), key=lambda row: len(row[0])))
+
+    tiny_llama.warm_start(model, tokenizer, draw, steps=steps, learning_rate=learning_rate)
 
 
 def success_rate(
@@ -266,12 +215,8 @@ def success_rate(
     return mean_probability(model, tokenizer, rows)
 
 
-@torch.no_grad()
 def mean_probability(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[tuple[str, str]]
 ) -> float:
     """The mean probability of an answer, EOS included, given its prompt."""
-    ids, labels = encode(tokenizer, rows)
-    logits = model(input_ids=ids.to(model.device), use_cache=False).logits[:, :-1].float().cpu()
-    losses = F.cross_entropy(logits.transpose(1, 2), labels[:, 1:], reduction="none")  # (rows, longest - 1)
-    return losses.sum(1).neg().exp().mean().item()
+    return tiny_llama.mean_probability(model, tokenizer, tiny_llama.answers(tokenizer, rows))

@@ -9,6 +9,9 @@ import random
 import agent_desk as desk
 import agent_distillation
 import agent_feedback
+import agent_house
+import agent_model
+import agent_tools
 import pytest
 import tiny
 from trl import GRPOTrainer
@@ -17,31 +20,31 @@ from sdpo_trl import SDPOConfig, SDPOTrainer
 
 
 def test_the_tools():
-    assert desk.weather("rome") == "25C"
+    assert agent_tools.weather("rome") == "25C"
     for given, unit, expected in (
         ("25C", "F", "77F"), ("77F", "C", "25C"), ("5C", "K", "278K"), ("20C", "R", "16R"), ("3h", "min", "180min"),
         ("90 min", "h", "1.50h"), ("-40C", "F", "-40F"),
     ):  # fmt: skip
-        assert desk.convert(given, unit) == expected
+        assert agent_tools.convert(given, unit) == expected
     for expression, value in (("77*2", "154"), ("1+2*(3-5)", "-3"), ("-7/2", "-3.50"), ("0.1+0.2", "0.30")):
-        assert desk.calculate(expression) == value
-    assert desk.calculate("7+1", "*2") == desk.calculate("8", then="*2") == "16"
+        assert agent_tools.calculate(expression) == value
+    assert agent_tools.calculate("7+1", "*2") == agent_tools.calculate("8", then="*2") == "16"
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: desk.weather("Rome!"),
-        lambda: desk.convert("25", "F"),
-        lambda: desk.convert("25C", "min"),
-        lambda: desk.convert("25X", "C"),
-        lambda: desk.calculate("__import__('os')"),
-        lambda: desk.calculate("2**9"),
-        lambda: desk.calculate("1/0"),
-        lambda: desk.calculate("(1"),
-        lambda: desk.calculate("True+1"),
-        lambda: desk.calculate("1e999"),
-        lambda: desk.calculate("1+" * 40 + "1"),
+        lambda: agent_tools.weather("Rome!"),
+        lambda: agent_tools.convert("25", "F"),
+        lambda: agent_tools.convert("25C", "min"),
+        lambda: agent_tools.convert("25X", "C"),
+        lambda: agent_tools.calculate("__import__('os')"),
+        lambda: agent_tools.calculate("2**9"),
+        lambda: agent_tools.calculate("1/0"),
+        lambda: agent_tools.calculate("(1"),
+        lambda: agent_tools.calculate("True+1"),
+        lambda: agent_tools.calculate("1e999"),
+        lambda: agent_tools.calculate("1+" * 40 + "1"),
     ],
 )
 def test_nonsense_is_refused(call):
@@ -59,20 +62,20 @@ def test_every_question_has_its_answer_and_no_held_out_one_is_trained_on():
     assert not {task.question for task in rest} & {task.question for task in held_out}
 
 
-@pytest.mark.parametrize("build", [desk.build_tokenizer, agent_feedback.build_tokenizer])
+@pytest.mark.parametrize("build", [agent_model.build_tokenizer, agent_house.build_tokenizer])
 def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(build):
     tokenizer = build()
     rng = random.Random(0)
     talks = [desk.solved(task, rng, slip_rate=0.3) for task in rng.sample(desk.all_tasks(), 30)]
-    for talk, (ids, labels) in zip(talks, desk.encode(tokenizer, talks), strict=True):
-        text = tokenizer.apply_chat_template(talk.messages, tools=desk.TOOLS, tokenize=False)
+    for talk, (ids, labels) in zip(talks, agent_model.encode(tokenizer, talks), strict=True):
+        text = tokenizer.apply_chat_template(talk.messages, tools=agent_tools.TOOLS, tokenize=False)
         assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
         turns = [message for message in talk.messages if message["role"] == "assistant"]
         learned = [turn for number, turn in enumerate(turns) if number not in talk.slips]
         assert labels.count(tokenizer.eos_token_id) == len(learned)
-        own = tokenizer.decode([label for label in labels if label != -100]).split(desk.EOS)[:-1]
+        own = tokenizer.decode([label for label in labels if label != -100]).split(agent_model.EOS)[:-1]
         for turn, said in zip(learned, own, strict=True):
-            read = tokenizer.parse_response(tokenizer(said + desk.EOS).input_ids, prefix="<|assistant|>")
+            read = tokenizer.parse_response(tokenizer(said + agent_model.EOS).input_ids, prefix="<|assistant|>")
             assert read.get("tool_calls") == turn.get("tool_calls") and read.get("content", "") == turn["content"]
 
 
@@ -95,41 +98,46 @@ def test_the_reward(said, right):
 
 
 def test_a_rollout_that_ends_in_a_call_has_no_answer():
-    call = {"role": "assistant", "content": "77F", "tool_calls": [desk.look_up("rome").message]}
+    call = {"role": "assistant", "content": "77F", "tool_calls": [agent_tools.look_up("rome").message]}
     assert not desk.is_right([call], "77F") and not desk.is_right([], "77F")
 
 
-ORDER = agent_feedback.Order("rome", "F", "*2")
-RIGHT = [desk.look_up("rome"), desk.to_unit("25C", "F"), desk.compute("77", "*2")]
+ORDER = agent_house.Order("rome", "F", "*2")
+RIGHT = [agent_tools.look_up("rome"), agent_tools.to_unit("25C", "F"), agent_tools.compute("77", "*2")]
+
+
+STEPS = ["weather", "convert F", "calculate *2"]
+RIGHTLY = [f"right step: {step}" for step in STEPS]
 
 
 @pytest.mark.parametrize(
     ("turns", "remarks"),
     [
-        ([*RIGHT, None], []),
-        ([RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298", "*2"), None], [(1, "wrong unit: F")]),
-        ([RIGHT[0], RIGHT[1], desk.compute("77", "+3"), None], [(2, "wrong step: calculate *2")]),
-        ([RIGHT[0], RIGHT[2], RIGHT[2], None], [(1, "wrong tool: convert F")]),
-        ([RIGHT[0], None], [(1, "missing step: convert F")]),
-        ([None], [(0, "missing step: weather")]),
-        ([desk.look_up("oslo"), *RIGHT[1:], None], [(0, "wrong step: weather")]),
-        ([desk.to_unit("1C", "F"), desk.to_unit("1C", "R"), RIGHT[2], None],
-         [(0, "wrong tool: weather"), (1, "wrong unit: F")]),
-        ([*RIGHT, RIGHT[0], None], []),
-        ([RIGHT[0], RIGHT[1], desk.compute("77*2"), None], []),
+        ([*RIGHT, None], RIGHTLY),
+        ([RIGHT[0], agent_tools.to_unit("25C", "K"), agent_tools.compute("298", "*2"), None],
+         [RIGHTLY[0], "wrong unit: F", RIGHTLY[2]]),
+        ([RIGHT[0], RIGHT[1], agent_tools.compute("77", "+3"), None], [*RIGHTLY[:2], "wrong step: calculate *2"]),
+        ([RIGHT[0], RIGHT[2], RIGHT[2], None], [RIGHTLY[0], "wrong tool: convert F", RIGHTLY[2]]),
+        ([RIGHT[0], None], [RIGHTLY[0], "missing step: convert F"]),
+        ([None], ["missing step: weather"]),
+        ([agent_tools.look_up("oslo"), *RIGHT[1:], None], ["wrong step: weather", *RIGHTLY[1:]]),
+        ([agent_tools.to_unit("1C", "F"), agent_tools.to_unit("1C", "R"), RIGHT[2], None],
+         ["wrong tool: weather", "wrong unit: F", RIGHTLY[2]]),
+        ([*RIGHT, RIGHT[0], None], RIGHTLY),
+        ([RIGHT[0], RIGHT[1], agent_tools.compute("77*2"), None], RIGHTLY),
     ],
 )  # fmt: skip
 def test_what_the_environment_says(turns, remarks):
     talk = desk.Conversation([])
     for call in turns:
         talk.say([call] if call else [], text="" if call else "154")
-    assert agent_feedback.review(ORDER, talk.messages) == remarks
+    assert agent_house.review(ORDER, talk.messages) == list(enumerate(remarks))
 
 
 def test_new_words_have_no_meaning_in_the_warm_start():
     """A known word always goes with its step, a new one with each; told turns do what they are told."""
-    house = agent_feedback.houses(0)
-    talks = agent_feedback.warm_start_talks(house, 600, random.Random(0))
+    house = agent_house.houses(0)
+    talks = agent_house.warm_start_talks(house, 600, random.Random(0))
     meant = {}
     for talk in talks:
         question = talk.messages[0]["content"].split(";")[0]
@@ -158,12 +166,12 @@ def quick(module, folder, **options):
 
 
 def test_the_teachers_lines_stand_in_front_of_the_turns_that_they_are_about(tmp_path):
-    tokenizer = agent_feedback.build_tokenizer()
-    words = agent_feedback.houses(0)[1]
+    tokenizer = agent_house.build_tokenizer()
+    words = agent_house.houses(0)[1]
     args = quick(agent_feedback, tmp_path, max_completion_length=110)
-    model = desk.build_model(tokenizer, 0, 16)
+    model = agent_model.build_model(tokenizer, 0, 16)
     trainer = agent_feedback.make(SDPOTrainer, model, tokenizer, args, agent_feedback.rows_of([ORDER] * 8, words))
-    calls = (RIGHT[0], desk.to_unit("25C", "K"), desk.compute("298", "*2"))
+    calls = (RIGHT[0], agent_tools.to_unit("25C", "K"), agent_tools.compute("298", "*2"))
     script = [f"<tool_call>{json.dumps(call.message['function'])}</tool_call>$" for call in calls]
     (inputs,) = tiny.micro_batches(tiny.acting(trainer, [[*script, "596$"]]))
     active = trainer._active(inputs)
@@ -171,8 +179,8 @@ def test_the_teachers_lines_stand_in_front_of_the_turns_that_they_are_about(tmp_
         read = inputs["teacher_completion_ids"][row][inputs["teacher_completion_mask"][row].bool()]
         assert "<|tool|>25C<|user|>wrong unit: F<|assistant|><tool_call>" in tokenizer.decode(read)
         distilled = tokenizer.decode(inputs["completion_ids"][row][active[row]])
-        assert distilled == script[1].replace("$", desk.EOS)  # `hinted_turn`
-    assert trainer.environments[0].feedback == [(1, "wrong unit: F")]
+        assert distilled == "".join(script).replace("$", agent_model.EOS)  # `hinted_turn`: all but the answer
+    assert trainer.environments[0].feedback == [(0, RIGHTLY[0]), (1, "wrong unit: F"), (2, RIGHTLY[2])]
 
 
 def test_a_small_run_of_the_feedback(tmp_path, capsys, monkeypatch):
@@ -196,7 +204,7 @@ def test_a_small_run_of_the_feedback(tmp_path, capsys, monkeypatch):
     assert "| SDPO, own feedback |" in capsys.readouterr().out and (tmp_path / "model.safetensors").exists()
     ((rate, group, rows),) = learned_from[GRPOTrainer]
     assert (rate, group) == (1e-3, 8)
-    assert len(rows) == (360 - 8) * 3 // 2  # a third of them in known words
+    assert len(rows) == (len(agent_house.ORDERS) - 8) * 3 // 2  # a third of them in known words
     asked = learned_from[SDPOTrainer][0][2]["prompt"]  # the held-out ones
     assert len(asked) == 4 and not any(prompt in list(rows["prompt"]) for prompt in asked)
 

@@ -15,9 +15,10 @@ NOTEBOOK = EXAMPLES / "notebook.ipynb"
 
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
-    """`(notebook, folder)` after all cells ran, in order, in a folder that holds the task's module alone."""
+    """`(notebook, folder)` after all cells ran, in order, in a folder that holds the modules of the task alone."""
     folder = tmp_path_factory.mktemp("notebook")
-    shutil.copy(EXAMPLES / "letters.py", folder)
+    for module in ("letters.py", "tiny_llama.py"):
+        shutil.copy(EXAMPLES / module, folder)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
