@@ -71,8 +71,7 @@ class GuardedTrainer(FilesTrainer):
         epochs_trained,
         steps_trained_in_current_epoch,
     ):
-        """transformers looks for the end behind a step: a finished run that is taken up again would make one more."""
-        if self.state.global_step >= self.state.max_steps:
+        if self._ends_at_once(model, start_time):
             self.control.should_training_stop = True
             return
         super()._run_epoch(
@@ -88,6 +87,10 @@ class GuardedTrainer(FilesTrainer):
             epochs_trained,
             steps_trained_in_current_epoch,
         )
+
+    def _ends_at_once(self, model: nn.Module, start_time: float) -> bool:
+        """Whether an epoch has no step: a resumed run may be over, and transformers looks for that behind a step."""
+        return self.state.global_step >= self.state.max_steps
 
     def _check_size(self) -> None:
         """TRL leaves out a rollout batch that is not full; without a full one, a run would end at once."""

@@ -9,7 +9,7 @@ import pytest
 import talk
 import tiny
 
-from sdpo_trl.online import Call, SessionError, read_journal
+from sdpo_trl.online import Call, OnlineSession, SessionError, read_journal
 from sdpo_trl.online.calls import TextDialect, ToolSet
 
 CALL = '<tool_call>{"name": "tool", "arguments": {}}</tool_call>$'
@@ -331,3 +331,25 @@ def test_a_journal_that_was_cut_off_in_its_first_line_begins_anew(tmp_path, cont
 def test_messages_are_turns(tmp_path, messages):
     with pytest.raises(TypeError, match="`messages` is a list of turns"):
         talk.session(tmp_path, session_messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda text: text[:-2], "cut off: session.json"),
+        (lambda text: "[]", "lacks 'state', 'updates', 'metrics', 'version'"),
+        (lambda text: text.replace('"version"', '"revision"'), "lacks 'version'"),
+        (lambda text: text.replace('"messages"', '"turns"'), "KeyError: 'messages'"),
+    ],
+)
+def test_a_session_that_was_edited_by_hand_says_where(tmp_path, edit, message):
+    session = talk.session(tmp_path)
+    session.save(tmp_path / "saved")
+    session.close()
+    path = tmp_path / "saved" / "session.json"
+    path.write_text(edit(path.read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as raised:
+        OnlineSession.load(
+            tmp_path / "saved", tiny.build_model(max_position_embeddings=4096), args=talk.options(tmp_path)
+        )
+    assert "session.json" in str(raised.value)

@@ -122,7 +122,7 @@ class OnlineSession(Conversation):
             self._journal.events.clear()
             return state
         if folder is not None:
-            state = SessionState.of(storage.session_of(folder)["state"])
+            state = storage.state_of(folder)
         else:
             _require_turns(messages)
             state.start, state.messages = well_formed(list(messages)), well_formed(list(messages))

@@ -2,7 +2,7 @@
 
 It is what `SDPOTrainer.train(resume_from_checkpoint=...)` and PEFT read, too. Written whole or not at all: beside the
 old one first, which goes when the new one is complete. Knows: files, a trainer's checkpoint. Deliberately does not
-know: conversations.
+know: what is in a conversation.
 """
 
 import json
@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from ..checkpoints import damage
 from ..files import attribute
+from .state import SessionState
 
 SESSION = "session.json"
 
@@ -77,12 +78,44 @@ def find(folder: "str | Path") -> Path:
     wrong = damage(chosen)
     if wrong is not None:
         raise ValueError(f"The session in {chosen} cannot be read: it {wrong}.")
+    session_of(chosen)
     return chosen
 
 
 def session_of(folder: Path) -> dict[str, Any]:
-    """What belongs to the conversation."""
-    return json.loads((folder / SESSION).read_text(encoding="utf-8"))
+    """
+    What belongs to the conversation.
+
+    Raises:
+        `ValueError`: the file is not as `write` left it.
+    """
+    path = folder / SESSION
+    session = json.loads(path.read_text(encoding="utf-8"))
+    wanted = {"state": dict, "updates": list, "metrics": list, "version": int}
+    held = session if isinstance(session, dict) else {}
+    wrong = [name for name, kind in wanted.items() if not isinstance(held.get(name), kind)]
+    if wrong:
+        raise ValueError(
+            f"{path} lacks {', '.join(map(repr, wrong))}, or holds something else there. Was it edited? Take another "
+            "saved session."
+        )
+    return session
+
+
+def state_of(folder: Path) -> SessionState:
+    """
+    The conversation as it was saved.
+
+    Raises:
+        `ValueError`: the file is not as `write` left it.
+    """
+    try:
+        return SessionState.of(session_of(folder)["state"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"The conversation in {folder / SESSION} cannot be read ({type(error).__name__}: {error}). Was it edited? "
+            "Take another saved session."
+        ) from error
 
 
 def adapter_of(folder: Path) -> PeftConfig | None:

@@ -119,28 +119,11 @@ class OnlineTrainer(SDPOTrainer):
             self.train(resume_from_checkpoint=checkpoint)
         self.control.should_training_stop = False
 
-    def _run_epoch(
-        self,
-        model,
-        epoch,
-        train_dataloader,
-        steps_in_epoch,
-        num_update_steps_per_epoch,
-        trial,
-        ignore_keys_for_eval,
-        start_time,
-        resume_from_checkpoint,
-        epochs_trained,
-        steps_trained_in_current_epoch,
-    ):
+    def _ends_at_once(self, model: torch.nn.Module, start_time: float) -> bool:
         if self._opening:
             self._loop = {"model": model, "start_time": start_time}
-            self.control.should_training_stop = True
-            return
-        super()._run_epoch(
-            model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial, ignore_keys_for_eval,
-            start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch,
-        )  # fmt: skip
+            return True
+        return super()._ends_at_once(model, start_time)
 
     def _finalize_training(self, trial, num_train_samples, start_time):
         if self._opening:  # nothing has ended
