@@ -28,6 +28,8 @@ def test_the_tools():
         assert agent_tools.convert(given, unit) == expected
     for expression, value in (("77*2", "154"), ("1+2*(3-5)", "-3"), ("-7/2", "-3.50"), ("0.1+0.2", "0.30")):
         assert agent_tools.calculate(expression) == value
+    assert agent_tools.calculate(" 77 * 2") == "154" and agent_tools.calculate(5, "*2") == "10"
+    assert agent_tools.calculate("-1/300") == "0.00" and agent_tools.convert("-0.001s", "h") == "0.00h"
     assert agent_tools.calculate("7+1", "*2") == agent_tools.calculate("8", then="*2") == "16"
 
 
@@ -45,6 +47,19 @@ def test_the_tools():
         lambda: agent_tools.calculate("True+1"),
         lambda: agent_tools.calculate("1e999"),
         lambda: agent_tools.calculate("1+" * 40 + "1"),
+        lambda: agent_tools.calculate("1e300*1e300/7"),
+        lambda: agent_tools.calculate("999999999*999999999"),
+        lambda: agent_tools.calculate("9e307*" * 9 + "9"),
+        lambda: agent_tools.calculate("\ud800"),
+        lambda: agent_tools.calculate("nan"),
+        lambda: agent_tools.calculate(""),
+        lambda: agent_tools.calculate(["1"]),
+        lambda: agent_tools.calculate(None),
+        lambda: agent_tools.calculate("-" * 61),
+        lambda: agent_tools.weather(["rome"]),
+        lambda: agent_tools.convert("25C", ["F"]),
+        lambda: agent_tools.convert({}, "F"),
+        lambda: agent_tools.convert("\u0663C", "F"),  # a digit, but not one that people of this desk write
     ],
 )
 def test_nonsense_is_refused(call):
