@@ -10,7 +10,7 @@ trajectories that the teacher wrote beforehand for the same questions, each anot
 are trained with each of the same learning rates, and the one that does best on a validation split counts. All are
 asked the same held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
 
-Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
+Real models, whose chat template has to know tools, and which are not taught anything first (with `HF_HUB_OFFLINE=0`):
 `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true
 --learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too, for both ways of
 training where it is about training as such; but `--learning_rate` and `--resume_from_checkpoint` are refused. Each
@@ -114,7 +114,7 @@ def act(
 ) -> tuple[dict[str, Any], list[Row]]:
     """Let a model answer, in the trainer's own loop: `(what the table shows, the rollouts)`."""
     rewards: list[float] = []
-    evaluation = copy.copy(args)
+    evaluation = agent_run.asking(args)
     evaluation.teacher_context, evaluation.teacher_model_kind = "feedback", "live"  # nothing is distilled here
     evaluator = agent_run.RecordingTrainer(
         model,

@@ -15,8 +15,8 @@ Held out are combinations of a city, a unit and an operation, in new words. The 
 words`), which the warm start may have shown, tell what is forgotten; `when told` is the probability of all the right
 turns, each after a line that says what to do. Writes `results.json` to `--output_dir` and prints a table.
 
-Every option of SDPOConfig works, but `--resume_from_checkpoint` is refused. `--learning_rate` is SDPO's. Each training
-writes to a folder of its own in `--output_dir`.
+The options of SDPOConfig work, for GRPO too where it has them (`--learning_rate` is SDPO's); `--beta` and
+`--resume_from_checkpoint` are refused. Each training writes to a folder of its own in `--output_dir`.
 """
 
 import copy
@@ -130,6 +130,11 @@ def grpo_config(args: SDPOConfig, learning_rate: float, steps: int) -> GRPOConfi
             f"GRPO answers each question {group} times, and {args.generation_batch_size} rollouts at once are no "
             f"multiple of that. Give a `--per_device_train_batch_size` that is a multiple of {group}."
         )
+    if args.beta:
+        raise ValueError(
+            "`--beta` must be 0 here: GRPOTrainer loads its reference from the model's folder or name, and the model "
+            "of this example has neither."
+        )
     shared = {f.name: getattr(args, f.name) for f in fields(GRPOConfig) if f.init}
     changed = {
         "learning_rate": learning_rate,
@@ -143,7 +148,8 @@ def grpo_config(args: SDPOConfig, learning_rate: float, steps: int) -> GRPOConfi
 def ask(model, tokenizer, args: SDPOConfig, rows: Dataset) -> dict[str, float | None]:
     """Let a model answer, through the trainer's own loop, at the sampling temperature of the training."""
     rewards: list[float] = []
-    trainer = make(SDPOTrainer, model, tokenizer, copy.copy(args), rows, agent_run.kept(right_answer, rewards))
+    reward = agent_run.kept(right_answer, rewards)
+    trainer = make(SDPOTrainer, model, tokenizer, agent_run.asking(args), rows, reward)
     return desk.summary(trainer.evaluate(), rewards)
 
 

@@ -62,6 +62,13 @@ def in_folder(args: SDPOConfig, name: str) -> SDPOConfig:
     return args
 
 
+def asking(args: SDPOConfig) -> SDPOConfig:
+    """The options for evaluation alone: every question is asked, also those that fill no batch."""
+    args = copy.copy(args)
+    args.dataloader_drop_last = False
+    return args
+
+
 def kept(reward: Callable[..., list[float]], given: list[float]) -> Callable[..., list[float]]:
     """
     A reward function that also adds what it gives to `given`.

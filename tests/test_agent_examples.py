@@ -257,6 +257,7 @@ def few(example, folder, options=""):
         (agent_feedback, "--held_out 300 --validation 132", "none to train on"),
         (agent_feedback, "--grpo_learning_rates nan", "grpo_learning_rates"),
         (agent_feedback, "--per_device_train_batch_size 4", "multiple of 8"),
+        (agent_feedback, "--beta 0.1", "beta"),
         (agent_feedback, "--resume_from_checkpoint there", "resume_from_checkpoint"),
         (agent_distillation, "--resume_from_checkpoint there", "resume_from_checkpoint"),
         (agent_distillation, "--held_out 5", "multiples of 4"),
@@ -303,7 +304,9 @@ def test_the_accuracy_is_the_share_of_all_answers_also_where_batches_differ_in_s
     monkeypatch.setattr(desk, "right_answer", some)
     tokenizer = agent_model.build_tokenizer()
     rows = agent_distillation.rows_of(desk.all_tasks()[:8], False)
-    args = quick(agent_distillation, tmp_path, per_device_eval_batch_size=5, max_completion_length=4)
+    args = quick(
+        agent_distillation, tmp_path, per_device_eval_batch_size=5, max_completion_length=4, dataloader_drop_last=True
+    )
     report, _ = agent_distillation.act(agent_model.build_model(tokenizer, 0, 16), tokenizer, args, rows)
     assert [len(rewards) for rewards in given] == [5, 3]
     assert report["accuracy"] == 5 / 8  # the mean of the batches' means is a half
