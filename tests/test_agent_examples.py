@@ -16,6 +16,7 @@ import agent_run
 import agent_tools
 import pytest
 import tiny
+import torch
 from transformers import TrainingArguments
 from trl import GRPOTrainer, SFTTrainer
 
@@ -177,6 +178,17 @@ def test_new_words_have_no_meaning_in_the_warm_start():
                 assert told in (function["name"], *function["arguments"].values())
                 checked += 1
     assert checked > 300
+
+
+def test_a_warm_start_learns_from_one_row_what_it_learns_from_the_same_row_twice():
+    tokenizer = agent_model.build_tokenizer()
+    talk = desk.solved(desk.chain("rome", "F"), random.Random(0))
+    trained = []
+    for count in (1, 2):
+        trained.append(agent_model.build_model(tokenizer, 0, 16))
+        agent_model.warm_start(trained[-1], tokenizer, [talk] * count, 0, steps=2, batch_size=count)
+    for one, two in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
 # A few steps of each
