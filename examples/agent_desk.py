@@ -96,7 +96,17 @@ KINDS = ("one step", "two steps", "three steps", "two calls at once")
 
 
 def split(tasks: Sequence[Task], held_out: int, rng: random.Random) -> tuple[list[Task], list[Task]]:
-    """`(rest, held out)`: as many of each kind, `held_out` in all."""
+    """
+    `(rest, held out)`: as many of each kind, `held_out` in all.
+
+    Raises:
+        `ValueError`: If `held_out` is no multiple of four, or too many.
+    """
+    if held_out < 1 or held_out % len(KINDS):
+        raise ValueError(
+            f"Each of the {len(KINDS)} kinds of questions gives as many: `--held_out`, `--prompts` and `--validation` "
+            f"must be multiples of {len(KINDS)} above 0, not {held_out}."
+        )
     chosen: list[Task] = []
     for kind in KINDS:
         left, wanted = [task for task in tasks if task.kind == kind], held_out // len(KINDS)
@@ -194,12 +204,12 @@ def careless(task: Task, rng: random.Random) -> Conversation:
 # Measuring
 
 
-def summary(metrics: dict[str, float]) -> dict[str, float]:
-    """What `SDPOTrainer.evaluate()` says about rollouts with tools, as the examples' tables show it."""
+def summary(metrics: dict[str, float], rewards: Sequence[float]) -> dict[str, float | None]:
+    """What all rewards and `SDPOTrainer.evaluate()` say about rollouts with tools; no `good_calls` without a call."""
     calls, failures = metrics["eval_sdpo/tool_calls"], metrics["eval_sdpo/tool_failures"]
     return {
-        "accuracy": round(metrics["eval_reward"], 4),
-        "good_calls": round((calls - failures) / calls, 4) if calls else 0.0,
+        "accuracy": round(sum(rewards) / len(rewards), 4),
+        "good_calls": round((calls - failures) / calls, 4) if calls else None,
         "truncated": round(metrics["eval_sdpo/truncated_share"], 4),
         "turns": round(metrics["eval_sdpo/turns"], 2),
         "tokens": round(metrics["eval_sdpo/assistant_tokens"], 2),

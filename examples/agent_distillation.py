@@ -6,13 +6,15 @@ Offline, two CPU cores, minutes. A small Llama is taught to answer questions wit
 teacher. The student is the same model after it has learned from somebody careless, who leaves out steps and takes any
 unit. It acts for itself, and each of its tokens, in every turn, is distilled towards what the teacher would have
 written there (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on
-trajectories that the teacher wrote beforehand for the same questions (TRL's `SFTTrainer`). Both are trained with each
-of the same learning rates, and the one that does best on a validation split counts. All are asked the same held-out
-questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
+trajectories that the teacher wrote beforehand for the same questions, each another sample (TRL's `SFTTrainer`). Both
+are trained with each of the same learning rates, and the one that does best on a validation split counts. All are
+asked the same held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
 
-Real models, which are not taught anything first (with `HF_HUB_OFFLINE=0`):
+Real models, whose chat template has to know tools, and which are not taught anything first (with `HF_HUB_OFFLINE=0`):
 `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true
---learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too.
+--learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too, for both ways of
+training where it is about training as such; but `--learning_rate` and `--resume_from_checkpoint` are refused. Each
+training writes to a folder of its own in `--output_dir`.
 """
 
 import copy
@@ -21,7 +23,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,22 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import agent_desk as desk
 import agent_model
+import agent_run
 import agent_tools
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback
+from tiny_llama import Row
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer, TrlParser
-from trl.chat_template_utils import get_training_chat_template
 
-from sdpo_trl import SDPOConfig, SDPOTrainer
+from sdpo_trl import SDPOConfig
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
             "distillation_alpha": 0.0, "max_steps": 60, "num_generations": 1}  # fmt: skip
@@ -53,17 +63,24 @@ class DistillationArguments:
     teacher_steps: int = field(default=350, metadata={"help": "Warm start of the tiny teacher."})
     student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
     samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
-    validation: int = field(default=64, metadata={"help": "Further questions, which choose the learning rates."})
+    validation: int = field(
+        default=64,
+        metadata={"help": "Further questions, which choose the learning rates. The warm start may have shown them."},
+    )
     learning_rates: list[float] = field(
         default_factory=lambda: [2.5e-4, 5e-4, 1e-3],
         metadata={"help": "Both ways of training run with each, in place of `learning_rate`."},
     )
 
+    def __post_init__(self) -> None:
+        agent_run.check_counts(self, "teacher_steps", "student_steps", "samples")
+        agent_run.check_rates("learning_rates", self.learning_rates)
+        if (self.model is None) != (self.teacher_model is None):
+            raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
+
 
 def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: int) -> tuple[Any, Build, Build]:
     """`(tokenizer, student, teacher)`: loaded, or built and warm-started on questions that are not held out."""
-    if (options.model is None) != (options.teacher_model is None):
-        raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
     if options.model is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         return tokenizer, *(
@@ -94,19 +111,14 @@ def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
 
 def act(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset
-) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
-    """Let a model answer, in the trainer's own loop: `(what the table shows, prompts and completions)`."""
-    seen: list[list[dict[str, Any]]] = []
-
-    def watched(prompts, completions, answer, **columns):
-        seen.extend([*prompt, *said] for prompt, said in zip(prompts, completions, strict=True))
-        return desk.right_answer(completions, answer)
-
-    evaluation = copy.copy(args)
+) -> tuple[dict[str, Any], list[Row]]:
+    """Let a model answer, in the trainer's own loop: `(what the table shows, the rollouts)`."""
+    rewards: list[float] = []
+    evaluation = agent_run.asking(args)
     evaluation.teacher_context, evaluation.teacher_model_kind = "feedback", "live"  # nothing is distilled here
-    evaluator = SDPOTrainer(
+    evaluator = agent_run.RecordingTrainer(
         model,
-        watched,
+        agent_run.kept(desk.right_answer, rewards),
         evaluation,
         train_dataset=rows,
         eval_dataset=rows,
@@ -114,7 +126,7 @@ def act(
         tools=agent_tools.TOOLS,
     )
     evaluator.remove_callback(PrinterCallback)
-    return desk.summary(evaluator.evaluate()), seen
+    return desk.summary(evaluator.evaluate(), rewards), evaluator.read
 
 
 def distil(
@@ -126,59 +138,56 @@ def distil(
     rate: float,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """On-policy."""
-    args = copy.copy(args)
+    args = agent_run.in_folder(args, f"on_policy_{rate}")
     args.learning_rate = rate
     with desk.Phase() as phase:
-        trainer = SDPOTrainer(
+        trainer = agent_run.RecordingTrainer(
             student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=agent_tools.TOOLS,
             teacher_model=teacher(),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    per_rollout = [log["sdpo/assistant_tokens"] for log in trainer.state.log_history if "loss" in log]
-    tokens = round(sum(per_rollout) * args.generation_batch_size)
-    return trainer.model, {"tokens_trained": tokens, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
+    costs = {"rollouts": agent_run.rollouts(trainer), "tokens_trained": agent_run.tokens_in(trainer.read)}
+    return trainer.model, {**costs, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
 
 
 def write_down(
     teacher: Build, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, rows: Dataset, tokens: int
-) -> list[tuple[list[int], list[int]]]:
-    """Fixed data: ids and labels of what the teacher samples for all questions in turn, until so many are learned."""
-    made = get_training_chat_template(tokenizer)  # `None`: the tokenizer's own marks the assistant's turns
-    data: list[tuple[list[int], list[int]]] = []
+) -> list[Row]:
+    """Fixed data: what the teacher samples for all questions, again and again, until so many tokens are there."""
+    data: list[Row] = []
+    args = copy.copy(args)
     while tokens > 0:
-        said = act(teacher(), tokenizer, args, rows)[1]
+        said = [row for row in act(teacher(), tokenizer, args, rows)[1] if agent_run.tokens_in([row])]
+        if not said:
+            raise ValueError("The teacher wrote nothing that could be learned: all its trajectories are masked.")
         random.Random(args.seed).shuffle(said)
-        for ids, labels in agent_model.encode(
-            tokenizer, [desk.Conversation(turns) for turns in said], chat_template=made
-        ):
+        for row in said:
             if tokens > 0:
-                data.append((ids, labels))
-                tokens -= agent_model.learned(labels)
+                data.append(row)
+                tokens -= agent_run.tokens_in([row])
+        args.seed += 1  # a trainer sets the seed, and with the same one the teacher would write the same once more
     return data
 
 
 def finetune(
-    student: Build,
-    tokenizer: PreTrainedTokenizerBase,
-    args: SDPOConfig,
-    data: list[tuple[list[int], list[int]]],
-    rate: float,
+    student: Build, tokenizer: PreTrainedTokenizerBase, args: SDPOConfig, data: list[Row], rate: float
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Supervised, each trajectory once, in batches of the on-policy run's size and with its schedule."""
-    shared = ("lr_scheduler_type", "weight_decay", "max_grad_norm", "seed", "use_cpu", "bf16", "logging_steps",
-              "disable_tqdm", "report_to", "save_strategy", "gradient_checkpointing")  # fmt: skip
-    config = SFTConfig(
-        args.output_dir, per_device_train_batch_size=args.generation_batch_size, num_train_epochs=1,
-        learning_rate=rate, max_length=None, **{name: getattr(args, name) for name in shared},
-    )  # fmt: skip
+    """Supervised, each trajectory once, with the on-policy run's batches and its options of training."""
+    args = agent_run.in_folder(args, f"fixed_data_{rate}")
+    shared = {f.name: getattr(args, f.name) for f in fields(TrainingArguments) if f.init}
+    own = {"num_train_epochs": 1, "max_steps": -1, "learning_rate": rate, "remove_unused_columns": True}
+    config = SFTConfig(**shared | own, max_length=None)
     with desk.Phase() as phase:
-        rows = Dataset.from_dict({"input_ids": [ids for ids, _ in data], "labels": [own for _, own in data]})
+        rows = Dataset.from_dict({"input_ids": [ids for ids, _ in data], "labels": [said for _, said in data]})
         trainer = SFTTrainer(student(), config, train_dataset=rows, processing_class=tokenizer)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    tokens = sum(agent_model.learned(labels) for _, labels in data)
-    return trainer.model, {"tokens_trained": tokens, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
+    return trainer.model, {
+        "tokens_trained": agent_run.tokens_in(data),
+        "seconds": phase.seconds,
+        "peak_mib": phase.peak_mib,
+    }
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -187,15 +196,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = TrlParser((DistillationArguments, SDPOConfig))
     parser.set_defaults(**DEFAULTS)
     options, args = parser.parse_args_and_config(argv)
+    if args.learning_rate != SDPOConfig.learning_rate:
+        raise ValueError("`--learning_rate` has no effect here: give `--learning_rates`, with one rate or several.")
+    if args.teacher_context != "none":
+        raise ValueError(
+            f"This example has `teacher_context='none'`, not {args.teacher_context!r}: no feedback is there."
+        )
+    agent_run.prepare(args)
     rest, held_out = desk.split(desk.all_tasks(), options.held_out, random.Random(args.seed))
+    left, own = desk.split(rest, options.prompts, random.Random(args.seed + 1))
+    validation = desk.split(left, options.validation, random.Random(args.seed + 2))[1]
     tokenizer, student, teacher = build_models(options, rest, args.seed)
     system = options.model is not None
-    asked = rows_of(held_out * options.samples, system)
-    rest, own = desk.split(rest, options.prompts, random.Random(args.seed + 1))
+    asked, chosen_on = (rows_of(tasks * options.samples, system) for tasks in (held_out, validation))
     trained_on = rows_of(own, system)
-    chosen_on = rows_of(
-        desk.split(rest, options.validation, random.Random(args.seed + 2))[1] * options.samples, system
-    )
     warm = round(time.perf_counter() - start, 1)
 
     def measured(model: PreTrainedModel, costs: dict[str, Any]) -> dict[str, Any]:
@@ -222,9 +236,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     run_each(lambda rate: finetune(student, tokenizer, args, data, rate), "student, fixed data")
     for row in rates["student, fixed data"].values():
         row["seconds"] = round(row["seconds"] + writing.seconds, 1)
-    results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": args.max_steps * args.generation_batch_size,
-               "table": table, "rates": rates, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
-    Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1))
+        if row["peak_mib"] is not None:
+            row["peak_mib"] = max(row["peak_mib"], writing.peak_mib)
+    results = {"seed": args.seed, "warm_start_seconds": warm, "table": table, "rates": rates,
+               "rollouts": table["student, on-policy"]["rollouts"],
+               "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
+    Path(args.output_dir, agent_run.RESULTS).write_text(json.dumps(results, indent=1))
     print(desk.markdown(table))
     print(f"{len(held_out)} held-out questions, seed {args.seed}; {results['seconds']:.0f} s in all, "
           f"{warm:.0f} of them for the warm start. Results: {args.output_dir}/results.json")  # fmt: skip

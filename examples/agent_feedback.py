@@ -9,8 +9,14 @@ Llama the tools, the meaning of nine *known* words, and to do what it is told in
 `wrong tool: convert K`, `missing step: calculate *2`, `right step: weather`. SDPO re-reads each turn with its line in
 front of it (`(turn, text)` feedback) and distils what the same model would then have done; the lines on right turns
 hold these where they are. A third of the questions are in known words, so that what these mean is not forgotten. GRPO
-gets the same questions, number of rollouts and rewards, and does not see the lines. Writes `results.json` to
-`--output_dir` and prints a table.
+gets the same questions, number of rollouts and rewards, and does not see the lines.
+
+Held out are combinations of a city, a unit and an operation, in new words. The same ones in known words (`known
+words`), which the warm start may have shown, tell what is forgotten; `when told` is the probability of all the right
+turns, each after a line that says what to do. Writes `results.json` to `--output_dir` and prints a table.
+
+The options of SDPOConfig work, for GRPO too where it has them (`--learning_rate` is SDPO's); `--beta` and
+`--resume_from_checkpoint` are refused. Each training writes to a folder of its own in `--output_dir`.
 """
 
 import copy
@@ -27,6 +33,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import agent_desk as desk
 import agent_model
+import agent_run
 import torch
 from agent_house import (
     ORDERS,
@@ -48,7 +55,7 @@ from sdpo_trl import SDPOConfig, SDPOTrainer
 
 DEFAULTS = {
     **desk.DEFAULTS,
-    "per_device_eval_batch_size": 72,  # a divisor of the questions, or the mean over batches is not their mean
+    "per_device_eval_batch_size": 72,
     "output_dir": "runs/agent_feedback",
     "teacher_model_kind": "base",
     "distillation_alpha": 0.0,
@@ -79,6 +86,13 @@ class FeedbackArguments:
     )
 
     def __post_init__(self) -> None:
+        agent_run.check_counts(self, "held_out", "validation", "warm_steps", "samples")
+        agent_run.check_rates("grpo_learning_rates", self.grpo_learning_rates)
+        if self.held_out + self.validation >= len(ORDERS):
+            raise ValueError(
+                f"There are {len(ORDERS)} questions: `--held_out` ({self.held_out}) and `--validation` "
+                f"({self.validation}) leave none to train on."
+            )
         if not 0 <= self.known_share <= 1:
             raise ValueError(f"`known_share` must be in [0, 1], got {self.known_share}.")
 
@@ -99,37 +113,52 @@ def rows_of(orders: list[Order], words: House) -> Dataset:
     )
 
 
-def make(trainer_class, model, tokenizer, args, rows: Dataset):
+def make(trainer_class, model, tokenizer, args, rows: Dataset, reward=right_answer):
     trainer = trainer_class(
-        model, right_answer, args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer,
+        model, reward, args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer,
         environment_factory=HouseDesk,
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # the table says it
     return trainer
 
 
-def grpo_config(args: SDPOConfig, learning_rate: float) -> GRPOConfig:
-    """The same run for GRPO, which needs groups: eight answers to a question, as many in all."""
+def grpo_config(args: SDPOConfig, learning_rate: float, steps: int) -> GRPOConfig:
+    """The same run for GRPO, which needs groups: at least eight answers to a question, as many in all."""
+    group = max(args.num_generations, 8)
+    if args.generation_batch_size % group:
+        raise ValueError(
+            f"GRPO answers each question {group} times, and {args.generation_batch_size} rollouts at once are no "
+            f"multiple of that. Give a `--per_device_train_batch_size` that is a multiple of {group}."
+        )
+    if args.beta:
+        raise ValueError(
+            "`--beta` must be 0 here: GRPOTrainer loads its reference from the model's folder or name, and the model "
+            "of this example has neither."
+        )
     shared = {f.name: getattr(args, f.name) for f in fields(GRPOConfig) if f.init}
     changed = {
         "learning_rate": learning_rate,
-        "num_generations": max(args.num_generations, 8),
+        "max_steps": steps,
+        "num_generations": group,
         "generation_batch_size": None,
     }
     return GRPOConfig(**shared | changed)
 
 
-def ask(model, tokenizer, args: SDPOConfig, rows: Dataset) -> dict[str, float]:
+def ask(model, tokenizer, args: SDPOConfig, rows: Dataset) -> dict[str, float | None]:
     """Let a model answer, through the trainer's own loop, at the sampling temperature of the training."""
-    metrics = make(SDPOTrainer, model, tokenizer, copy.copy(args), rows).evaluate()
-    return desk.summary(metrics)
+    rewards: list[float] = []
+    reward = agent_run.kept(right_answer, rewards)
+    trainer = make(SDPOTrainer, model, tokenizer, agent_run.asking(args), rows, reward)
+    return desk.summary(trainer.evaluate(), rewards)
 
 
 def run(trainer_class, model, tokenizer, args, rows: Dataset) -> tuple[Any, dict[str, float]]:
     trainer = make(trainer_class, copy.deepcopy(model), tokenizer, args, rows)
     with desk.Phase() as phase:
         trainer.train()
-    return trainer.model, {"seconds": phase.seconds, "peak_mib": phase.peak_mib}
+    costs = {"steps": trainer.state.global_step, "rollouts": agent_run.rollouts(trainer)}
+    return trainer.model, {**costs, "seconds": phase.seconds, "peak_mib": phase.peak_mib}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -138,6 +167,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = TrlParser((FeedbackArguments, SDPOConfig))
     parser.set_defaults(**DEFAULTS)
     options, args = parser.parse_args_and_config(argv)
+    agent_run.prepare(args)
+    for rate in options.grpo_learning_rates:
+        grpo_config(args, rate, args.max_steps)  # what GRPO cannot do is said now
     rng = random.Random(args.seed)
     known, new = house = houses(args.seed)
     orders = rng.sample(ORDERS, len(ORDERS))
@@ -149,8 +181,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     agent_model.warm_start(model, tokenizer, talks, args.seed, steps=options.warm_steps)
     warm = round(time.perf_counter() - start, 1)
 
+    told = [conversation(o, new.question(o.city, o.unit, o.operation), rng, (1.0,) * 3) for o in held_out]
+
     def measured(trained: Any, costs: dict[str, Any]) -> dict[str, Any]:
-        told = [conversation(o, new.question(o.city, o.unit, o.operation), rng, (1.0,) * 3) for o in held_out]
         report = ask(trained, tokenizer, args, rows_of(held_out * options.samples, new))
         report["known"] = ask(trained, tokenizer, args, rows_of(held_out, known))["accuracy"]
         report["told"] = round(agent_model.success_rate(trained, tokenizer, told), 4)
@@ -159,20 +192,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     table = {"before": measured(copy.deepcopy(model), {})}
     practised = rng.sample(trained_on, round(options.known_share * len(trained_on)))
     rows = Dataset.from_list([*rows_of(trained_on, new), *rows_of(practised, known)])
-    trained, costs = run(SDPOTrainer, model, tokenizer, args, rows)
+    trained, costs = run(SDPOTrainer, model, tokenizer, agent_run.in_folder(args, "sdpo"), rows)
     trained.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
     table["SDPO, own feedback"] = measured(trained, costs)
-    grpo = {}
+    grpo, steps = {}, costs["steps"]
     for rate in options.grpo_learning_rates:
-        trained, costs = run(GRPOTrainer, model, tokenizer, grpo_config(args, rate), rows)
+        own = grpo_config(agent_run.in_folder(args, f"grpo_{rate}"), rate, steps)
+        trained, costs = run(GRPOTrainer, model, tokenizer, own, rows)
         chosen_by = ask(trained, tokenizer, args, rows_of(validation * options.samples, new))["accuracy"]
         grpo[str(rate)] = measured(trained, {"validation": chosen_by, **costs})
     best = max(grpo, key=lambda rate: grpo[rate]["validation"])
     table["GRPO"] = grpo[best]
-    results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": args.max_steps * args.generation_batch_size,
+    results = {"seed": args.seed, "warm_start_seconds": warm, "rollouts": table["GRPO"]["rollouts"],
                "table": table, "grpo": grpo, "seconds": round(time.perf_counter() - start, 1)}  # fmt: skip
-    Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1))
+    Path(args.output_dir, agent_run.RESULTS).write_text(json.dumps(results, indent=1))
     print(desk.markdown(table))
     print(f"{len(held_out)} held-out questions, seed {args.seed}, {results['rollouts']} rollouts; "
           f"{results['seconds']:.0f} s in all, {warm:.0f} of them for the warm start. "

@@ -69,18 +69,12 @@ def build_model(
     )
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], chat_template: str | None = None
-) -> list[Row]:
+def encode(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Row]:
     """Token ids and labels of each conversation; labels are -100 outside the assistant's turns, and in slips."""
     rows = []
     for conversation in conversations:
         encoded = tokenizer.apply_chat_template(
-            conversation.messages,
-            tools=TOOLS,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            chat_template=chat_template,
+            conversation.messages, tools=TOOLS, return_dict=True, return_assistant_tokens_mask=True
         )
         turn, before, labels = -1, 0, []
         for token, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
@@ -89,11 +83,6 @@ def encode(
             labels.append(token if own and turn not in conversation.slips else -100)
         rows.append((encoded["input_ids"], labels))
     return rows
-
-
-def learned(labels: Sequence[int]) -> int:
-    """How many tokens of a row are learned."""
-    return sum(label != -100 for label in labels)
 
 
 def warm_start(

@@ -25,12 +25,16 @@ UNITS = {
 }  # fmt: skip
 SCALES = ("F", "K", "R")
 OPERATIONS = {"+": "plus", "-": "minus", "*": "times"}
+LARGEST = 10**15  # of a value, so that no reply is long
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def _number(value: Fraction) -> str:
     """As people write it: whole, or rounded to two decimals."""
-    return str(value.numerator) if value.denominator == 1 else f"{float(value):.2f}"
+    if abs(value) >= LARGEST:
+        raise ValueError("too large")
+    text = str(value.numerator) if value.denominator == 1 else f"{float(value):.2f}"
+    return "0.00" if text == "-0.00" else text
 
 
 def weather(city: str) -> str:
@@ -43,7 +47,7 @@ def weather(city: str) -> str:
     Returns:
         The temperature in degrees Celsius, for example `15C`.
     """
-    if city not in CELSIUS:
+    if str(city) not in CELSIUS:  # a model may give anything that JSON can hold
         raise ValueError(f"no city {city}")
     return f"{CELSIUS[city]}C"
 
@@ -59,11 +63,11 @@ def convert(quantity: str, unit: str) -> str:
     Returns:
         The quantity in that unit, for example `59F`.
     """
-    match = re.fullmatch(r"(-?\d{1,9}(?:\.\d{1,9})?) ?([A-Za-z]+)", str(quantity))
+    match = re.fullmatch(r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?) ?([A-Za-z]+)", str(quantity))
     if match is None or match[2] not in UNITS:
         raise ValueError(f"no quantity {quantity}")
     dimension, factor, offset = UNITS[match[2]]
-    if unit not in UNITS or UNITS[unit][0] != dimension:
+    if str(unit) not in UNITS or UNITS[unit][0] != dimension:
         raise ValueError(f"no unit {unit}")
     base = (Fraction(match[1]) - offset) / factor
     return _number(base * UNITS[unit][1] + UNITS[unit][2]) + unit
@@ -80,17 +84,17 @@ def calculate(expression: str, then: str = "") -> str:
     Returns:
         The value, for example `118`.
     """
-    expression = f"({expression}){then}" if then else expression
+    expression = f"({expression}){then}" if then else str(expression).strip()
     if len(expression) > 60:
         raise ValueError("too long")
     try:
         return _number(_value(ast.parse(expression, mode="eval").body))
-    except (SyntaxError, ZeroDivisionError, RecursionError) as error:
+    except (SyntaxError, UnicodeError, ZeroDivisionError, RecursionError) as error:
         raise ValueError(f"no expression {expression}") from error
 
 
 def _value(node: ast.AST) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float) and abs(node.value) < LARGEST:
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)

@@ -69,10 +69,11 @@ def warm_start(
     progress = tqdm(range(steps), desc="warm start", disable=None)
     for _ in progress:
         batch, total = draw(), 0.0
-        for part in (batch[: len(batch) // 2], batch[len(batch) // 2 :]):
+        parts = [part for part in (batch[: len(batch) // 2], batch[len(batch) // 2 :]) if part]  # of one row, one
+        for part in parts:
             ids, labels = pad_right(tokenizer, part)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]  # (rows, longest - 1, vocabulary)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()) / 2
+            loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()) / len(parts)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -5,18 +5,23 @@ The whole runs take minutes each: `pytest -m slow tests/test_agent_examples.py`.
 
 import json
 import random
+from dataclasses import fields
 
 import agent_desk as desk
 import agent_distillation
 import agent_feedback
 import agent_house
 import agent_model
+import agent_run
 import agent_tools
 import pytest
 import tiny
-from trl import GRPOTrainer
+import torch
+from transformers import TrainingArguments
+from trl import GRPOTrainer, SFTTrainer
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
+from sdpo_trl.faults import CheckpointError
 
 
 def test_the_tools():
@@ -28,6 +33,8 @@ def test_the_tools():
         assert agent_tools.convert(given, unit) == expected
     for expression, value in (("77*2", "154"), ("1+2*(3-5)", "-3"), ("-7/2", "-3.50"), ("0.1+0.2", "0.30")):
         assert agent_tools.calculate(expression) == value
+    assert agent_tools.calculate(" 77 * 2") == "154" and agent_tools.calculate(5, "*2") == "10"
+    assert agent_tools.calculate("-1/300") == "0.00" and agent_tools.convert("-0.001s", "h") == "0.00h"
     assert agent_tools.calculate("7+1", "*2") == agent_tools.calculate("8", then="*2") == "16"
 
 
@@ -45,6 +52,19 @@ def test_the_tools():
         lambda: agent_tools.calculate("True+1"),
         lambda: agent_tools.calculate("1e999"),
         lambda: agent_tools.calculate("1+" * 40 + "1"),
+        lambda: agent_tools.calculate("1e300*1e300/7"),
+        lambda: agent_tools.calculate("999999999*999999999"),
+        lambda: agent_tools.calculate("9e307*" * 9 + "9"),
+        lambda: agent_tools.calculate("\ud800"),
+        lambda: agent_tools.calculate("nan"),
+        lambda: agent_tools.calculate(""),
+        lambda: agent_tools.calculate(["1"]),
+        lambda: agent_tools.calculate(None),
+        lambda: agent_tools.calculate("-" * 61),
+        lambda: agent_tools.weather(["rome"]),
+        lambda: agent_tools.convert("25C", ["F"]),
+        lambda: agent_tools.convert({}, "F"),
+        lambda: agent_tools.convert("\u0663C", "F"),  # a digit, but not one that people of this desk write
     ],
 )
 def test_nonsense_is_refused(call):
@@ -147,6 +167,7 @@ def test_new_words_have_no_meaning_in_the_warm_start():
             meant.setdefault(question.split()[1], set()).update(unit)
     for words, count in zip(house, (1, 3), strict=True):
         assert [len(meant[word]) for word in words.units] == [count] * 3
+    checked = 0
     for talk in talks:
         for line, said in zip(talk.messages, talk.messages[1:], strict=False):
             told = line["content"].rpartition(": ")[2].split()[-1] if line["role"] == "user" else ""
@@ -155,6 +176,19 @@ def test_new_words_have_no_meaning_in_the_warm_start():
             if told and not slip and said.get("tool_calls") and ":" in line["content"]:
                 function = said["tool_calls"][0]["function"]
                 assert told in (function["name"], *function["arguments"].values())
+                checked += 1
+    assert checked > 300
+
+
+def test_a_warm_start_learns_from_one_row_what_it_learns_from_the_same_row_twice():
+    tokenizer = agent_model.build_tokenizer()
+    talk = desk.solved(desk.chain("rome", "F"), random.Random(0))
+    trained = []
+    for count in (1, 2):
+        trained.append(agent_model.build_model(tokenizer, 0, 16))
+        agent_model.warm_start(trained[-1], tokenizer, [talk] * count, 0, steps=2, batch_size=count)
+    for one, two in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
 
 
 # A few steps of each
@@ -187,9 +221,9 @@ def test_a_small_run_of_the_feedback(tmp_path, capsys, monkeypatch):
     learned_from = {}
     plain = agent_feedback.make
 
-    def watched(trainer_class, model, tokenizer, args, rows):
+    def watched(trainer_class, model, tokenizer, args, rows, *reward):
         learned_from.setdefault(trainer_class, []).append((args.learning_rate, args.num_generations, rows))
-        return plain(trainer_class, model, tokenizer, args, rows)
+        return plain(trainer_class, model, tokenizer, args, rows, *reward)
 
     monkeypatch.setattr(agent_feedback, "make", watched)
     results = agent_feedback.main(
@@ -209,9 +243,196 @@ def test_a_small_run_of_the_feedback(tmp_path, capsys, monkeypatch):
     assert len(asked) == 4 and not any(prompt in list(rows["prompt"]) for prompt in asked)
 
 
-def test_the_share_of_known_words_is_checked():
-    with pytest.raises(ValueError, match="known_share"):
-        agent_feedback.FeedbackArguments(known_share=2)
+FEW = {
+    agent_distillation: (
+        "--teacher_steps 2 --student_steps 2 --max_steps 2 --held_out 4 --prompts 8 --samples 1 --validation 4 "
+        "--per_device_train_batch_size 8 --max_completion_length 24 --learning_rates 1e-3"
+    ),
+    agent_feedback: (
+        "--warm_steps 2 --max_steps 2 --held_out 4 --validation 4 --samples 1 --per_device_train_batch_size 8 "
+        "--max_completion_length 24 --grpo_learning_rates 1e-3"
+    ),
+}
+
+
+def few(example, folder, options=""):
+    """A run of two small steps; later options win."""
+    return example.main([*FEW[example].split(), "--output_dir", str(folder), *options.split()])
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "said"),
+    [
+        (agent_feedback, "--known_share 2", "known_share"),
+        (agent_feedback, "--held_out 0", "held_out"),
+        (agent_feedback, "--samples 0", "samples"),
+        (agent_feedback, "--held_out 300 --validation 132", "none to train on"),
+        (agent_feedback, "--grpo_learning_rates nan", "grpo_learning_rates"),
+        (agent_feedback, "--per_device_train_batch_size 4", "multiple of 8"),
+        (agent_feedback, "--beta 0.1", "beta"),
+        (agent_feedback, "--resume_from_checkpoint there", "resume_from_checkpoint"),
+        (agent_distillation, "--resume_from_checkpoint there", "resume_from_checkpoint"),
+        (agent_distillation, "--held_out 5", "multiples of 4"),
+        (agent_distillation, "--validation 0", "multiples of 4"),
+        (agent_distillation, "--prompts 2", "multiples of 4"),
+        (agent_distillation, "--teacher_steps 0", "teacher_steps"),
+        (agent_distillation, "--learning_rate 1e-3", "learning_rates"),
+        (agent_distillation, "--learning_rates 0", "learning_rates"),
+        (agent_distillation, "--learning_rates 1e-3 1e-3", "learning_rates"),
+        (agent_distillation, "--teacher_context feedback", "teacher_context"),
+        (agent_distillation, "--model there", "go together"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_computed(tmp_path, monkeypatch, example, options, said):
+    monkeypatch.setattr(agent_model, "build_model", None)
+    with pytest.raises(ValueError, match=said):
+        few(example, tmp_path, options)
+
+
+def test_rates_that_a_file_leaves_empty_are_refused():
+    with pytest.raises(ValueError, match="learning_rates"):
+        agent_distillation.DistillationArguments(learning_rates=[])
+
+
+@pytest.mark.parametrize("example", FEW)
+def test_a_folder_that_cannot_be_written_is_refused_and_old_results_do_not_stay(tmp_path, monkeypatch, example):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(agent_model, "build_model", None)  # the first thing that takes time
+    with pytest.raises(CheckpointError):
+        few(example, tmp_path / "file" / "runs")
+    (tmp_path / "results.json").write_text("of an earlier run")
+    with pytest.raises(TypeError):
+        few(example, tmp_path)
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_the_accuracy_is_the_share_of_all_answers_also_where_batches_differ_in_size(tmp_path, monkeypatch):
+    given = []
+
+    def some(completions, answer, **columns):
+        given.append([float(len(given) == 0)] * len(completions))
+        return given[-1]
+
+    monkeypatch.setattr(desk, "right_answer", some)
+    tokenizer = agent_model.build_tokenizer()
+    rows = agent_distillation.rows_of(desk.all_tasks()[:8], False)
+    args = quick(
+        agent_distillation, tmp_path, per_device_eval_batch_size=5, max_completion_length=4, dataloader_drop_last=True
+    )
+    report, _ = agent_distillation.act(agent_model.build_model(tokenizer, 0, 16), tokenizer, args, rows)
+    assert [len(rewards) for rewards in given] == [5, 3]
+    assert report["accuracy"] == 5 / 8  # the mean of the batches' means is a half
+
+
+def test_no_call_is_no_share_of_calls():
+    names = ("tool_calls", "tool_failures", "truncated_share", "turns", "assistant_tokens")
+    report = desk.summary({f"eval_sdpo/{name}": 0.0 for name in names}, [1.0, 0.0])
+    assert report["good_calls"] is None and report["accuracy"] == 0.5
+    assert "tool calls" not in desk.markdown({"before": report})
+
+
+def test_a_recorded_rollout_is_what_was_sampled_and_nothing_else(tmp_path):
+    """Replies are read and not learned; a turn that was cut has no end token, and a broken call stays as it was."""
+    tokenizer = agent_model.build_tokenizer()
+    args = quick(agent_distillation, tmp_path, max_completion_length=400, num_generations=1)
+    rows = agent_distillation.rows_of([desk.chain("rome", "F")] * 8, False)
+    trainer = agent_run.RecordingTrainer(
+        agent_model.build_model(tokenizer, 0, 16), None, args, train_dataset=rows, processing_class=tokenizer,
+        tools=agent_tools.TOOLS, teacher_model=agent_model.build_model(tokenizer, 1, 16),
+    )  # fmt: skip
+    call = f"<tool_call>{json.dumps(agent_tools.look_up('rome').message['function'])}</tool_call>"
+    script = [call + "$", '<tool_call>{"name": oops</tool_call>$', "77"]
+    (inputs,) = tiny.micro_batches(tiny.acting(trainer, [script]))
+    trainer.compute_loss(trainer.model, inputs)
+    assert len(trainer.read) == 8
+    for ids, labels in trainer.read:
+        text, end = tokenizer.decode(ids), agent_model.EOS
+        assert text.startswith("<|system|>weather convert calculate<|user|>rome in F<|assistant|><tool_call>")
+        assert "<|tool|>25C<|assistant|>" in text and text.endswith("<|assistant|>77")
+        assert tokenizer.decode([label for label in labels if label != -100]) == "".join(script).replace("$", end)
+    learned = sum(label != -100 for _, labels in trainer.read for label in labels)
+    assert agent_run.tokens_in(trainer.read) == learned > 0
+
+
+def test_fixed_data_is_sampled_anew_until_there_is_enough(tmp_path):
+    """The trainers set the seed, so that a second round with the same one would repeat the first."""
+    tokenizer = agent_model.build_tokenizer()
+    model = agent_model.build_model(tokenizer, 0, 16)
+    args = quick(agent_distillation, tmp_path, max_completion_length=12)
+    rows = agent_distillation.rows_of(desk.all_tasks()[:4], False)
+    data = agent_distillation.write_down(lambda: model, tokenizer, args, rows, 150)
+    assert len(data) > 10 and len({tuple(ids) for ids, _ in data}) == len(data)
+    assert 0 <= agent_run.tokens_in(data) - 150 < 12
+    assert args.seed == SDPOConfig.seed
+
+
+def test_both_ways_of_training_have_the_same_options(tmp_path, monkeypatch):
+    tokenizer = agent_model.build_tokenizer()
+    model = agent_model.build_model(tokenizer, 0, 16)
+    row = agent_model.encode(tokenizer, [desk.solved(desk.chain("rome", "F"), random.Random(0))])[0]
+    args = quick(
+        agent_distillation, tmp_path, adam_beta2=0.9, warmup_steps=3, weight_decay=0.2, lr_scheduler_type="cosine",
+        optim="adafactor", num_generations=1, gradient_accumulation_steps=2, logging_steps=7,
+    )  # fmt: skip
+    seen = []
+    monkeypatch.setattr(SFTTrainer, "train", lambda trainer: seen.append(trainer.args))
+    agent_distillation.finetune(lambda: model, tokenizer, args, [row] * 4, 1e-3)
+    changed = {"output_dir", "num_train_epochs", "max_steps", "learning_rate", "remove_unused_columns"}
+    for field in fields(TrainingArguments):
+        if field.init and field.name not in changed:
+            assert getattr(seen[0], field.name) == getattr(args, field.name), field.name
+    assert seen[0].learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "rollouts", "updates_of_each"),
+    [
+        ("--logging_steps 5", 16, 1),  # no step is logged
+        ("--max_steps -1 --num_train_epochs 2", 16, 1),
+        ("--gradient_accumulation_steps 2 --prompts 16", 32, 1),
+        ("--steps_per_generation 2 --prompts 16", 16, 1),
+        ("--num_iterations 2", 8, 2),
+    ],
+)
+def test_the_budget_is_what_the_updates_read(tmp_path, options, rollouts, updates_of_each):
+    results = few(agent_distillation, tmp_path, f"--max_completion_length 1 {options}")
+    assert results["rollouts"] == rollouts  # of one token each
+    assert results["table"]["student, on-policy"]["tokens_trained"] == rollouts * updates_of_each
+    assert results["table"]["student, fixed data"]["tokens_trained"] == rollouts * updates_of_each
+
+
+def test_grpo_makes_as_many_rollouts_also_where_epochs_are_counted(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(agent_run, "rollouts", lambda trainer, count=agent_run.rollouts: made.append(count(trainer)))
+    monkeypatch.setattr(agent_feedback, "ORDERS", agent_house.ORDERS[:24])
+    few(agent_feedback, tmp_path, "--max_completion_length 1 --max_steps -1 --num_train_epochs 1")
+    assert made == [24, 24]  # 16 orders, 8 of them also in known words
+
+
+@pytest.mark.parametrize("example", FEW)
+def test_each_training_keeps_its_checkpoints(tmp_path, example):
+    few(example, tmp_path, "--save_strategy steps --save_steps 2")
+    folders = {path.parent.name for path in tmp_path.glob("*/checkpoint-2")}
+    assert folders == {
+        agent_distillation: {"on_policy_0.001", "fixed_data_0.001"}, agent_feedback: {"sdpo", "grpo_0.001"},
+    }[example]  # fmt: skip
+
+
+def test_two_runs_of_a_seed_agree(tmp_path):
+    runs = []
+    for name in "ab":
+        results = few(agent_feedback, tmp_path / name)
+        costs = ("seconds", "peak_mib")
+        rows = [{key: value for key, value in row.items() if key not in costs} for row in results["table"].values()]
+        runs.append((rows, (tmp_path / name / "model.safetensors").read_bytes()))
+    assert runs[0] == runs[1]
+
+
+def test_all_models_are_told_the_same(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(agent_model, "success_rate", lambda model, tokenizer, talks: told.append(talks) or 0.5)
+    few(agent_feedback, tmp_path)
+    assert len(told) == 3 and told[0] == told[1] == told[2]
 
 
 def test_a_small_run_of_the_distillation(tmp_path, capsys):
@@ -236,8 +457,6 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys):
          "--learning_rates", "1e-3", "--validation", "4", "--output_dir", str(tmp_path / "again")]
     )  # fmt: skip
     assert again["table"]["teacher"] == again["table"]["student before"]
-    with pytest.raises(ValueError, match="go together"):
-        agent_distillation.main(["--model", str(tmp_path), "--output_dir", str(tmp_path)])
 
 
 # Whole runs
@@ -245,11 +464,11 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_the_on_policy_student_learns_at_least_what_fixed_data_teaches(tmp_path, seed):
+def test_the_on_policy_student_learns_about_as_much_as_fresh_trajectories_teach(tmp_path, seed):
     table = agent_distillation.main(["--seed", str(seed), "--output_dir", str(tmp_path)])["table"]
     accuracy = {name: row["accuracy"] for name, row in table.items()}
     assert accuracy["student, on-policy"] >= accuracy["student before"] + 0.25
-    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"]
+    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"] - 0.05  # two standard errors
 
 
 @pytest.mark.slow
