@@ -260,7 +260,7 @@ class AgentTrainer(GuardedTrainer):
                 chosen = {key: tool for key, tool in callable_tools.items() if allowed is None or key in allowed}
                 if name == "_sync_tool_dicts":
                     chosen[INVALID_CALL] = invalid_tool_call
-                boxes.append(ToolBox(chosen, self._tool_calls, self._tool_successes))
+                boxes.append(ToolBox(chosen, self._tool_calls, self._tool_successes, sees=self._is_vlm))
             setattr(self, name, boxes)
         result = super()._tool_call_loop(
             prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields

@@ -4,6 +4,7 @@ TRL turns an unknown tool, wrong arguments and a tool that raises into an observ
 too. Knows: texts, messages, functions. Deliberately does not know: models, trainers.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -149,10 +150,13 @@ class ToolBox(dict):
         tools (`dict[str, Callable]`): Sync functions, or coroutine functions.
         calls (`Counter`): Gets one per call.
         successes (`Counter`): Gets one per call that did not raise.
+        sees (`bool`, *optional*): Whether the model reads images.
     """
 
-    def __init__(self, tools: dict[str, Callable[..., Any]], calls: Counter, successes: Counter) -> None:
-        super().__init__({name: _counted(name, tool, successes) for name, tool in tools.items()})
+    def __init__(
+        self, tools: dict[str, Callable[..., Any]], calls: Counter, successes: Counter, sees: bool = True
+    ) -> None:
+        super().__init__({name: _counted(name, tool, successes, sees) for name, tool in tools.items()})
         self._calls = calls
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -160,13 +164,14 @@ class ToolBox(dict):
         return super().__getitem__(name)
 
 
-def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callable[..., Any]:
+def _counted(name: str, tool: Callable[..., Any], successes: Counter, sees: bool) -> Callable[..., Any]:
+    # A tool may change what it is given; the call that the student made stays in the messages as it is.
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
         async def call(**arguments: Any) -> Any:
-            with no_exit():
-                result = _reply(await tool(**arguments))
+            with as_error():
+                result = _reply(await tool(**copy.deepcopy(arguments)), sees)
             successes[name] += 1
             return result
 
@@ -174,8 +179,8 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         def call(**arguments: Any) -> Any:
-            with no_exit():
-                result = _reply(tool(**arguments))
+            with as_error():
+                result = _reply(tool(**copy.deepcopy(arguments)), sees)
             successes[name] += 1
             return result
 
@@ -183,18 +188,37 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
 
 @contextmanager
-def no_exit() -> Iterator[None]:
-    """Within, an attempt to end the process, such as that of a parser of arguments, fails as other faults do."""
+def as_error() -> Iterator[None]:
+    """
+    Within, whatever a tool raises fails as other faults do, with a text: an attempt to end the process (such as that
+    of a parser of arguments), a cancelled task, a panic of compiled code. Only the user's own interrupt gets through.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        raise
     except SystemExit as error:
         raise RuntimeError(f"the tool ended with status {error.code}") from error
+    except BaseException as error:
+        try:
+            text = str(error)
+        except Exception:
+            text = ""
+        if isinstance(error, Exception) and text.strip():
+            raise
+        raise RuntimeError(": ".join([type(error).__name__, *([text] if text.strip() else [])])) from error
 
 
-def _reply(result: Any) -> Any:
+def _reply(result: Any, sees: bool) -> Any:
     """What a tool gave, as TRL takes it: typed blocks (images) as they are, anything else as text."""
-    is_blocks = isinstance(result, list) and result and all(_is_block(part) for part in result)
-    return result if is_blocks else str(result)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("the tool gave a coroutine: declare it with `async def`")
+    if not (isinstance(result, list) and result and all(_is_block(part) for part in result)):
+        return str(result)
+    if not sees and any(part["type"] == "image" for part in result):
+        raise ValueError("the tool gave an image, and this model reads text alone")
+    return result
 
 
 def _is_block(part: Any) -> bool:

@@ -293,6 +293,45 @@ def leave() -> str:
     raise SystemExit(3)
 
 
+class Panic(BaseException):
+    """As compiled code raises it: no `Exception`."""
+
+
+def panic() -> str:
+    """Raise what is no `Exception`."""
+    raise Panic("out of bounds")
+
+
+async def cancelled() -> str:
+    """Be cancelled."""
+    raise asyncio.CancelledError
+
+
+async def impatient() -> str:
+    """Run out of time, without a word."""
+    raise TimeoutError
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("it has no words")
+
+
+def mute() -> str:
+    """Fail without words."""
+    raise Mute
+
+
+def forgotten() -> str:
+    """Give what was never awaited."""
+    return wait(0.0)
+
+
+def picture() -> list:
+    """Give an image."""
+    return [{"type": "image", "image": 1}, {"type": "text", "text": "seen"}]
+
+
 class Unreadable:
     def __str__(self):
         raise ValueError("it has no words")
@@ -324,14 +363,22 @@ WRONG = {
     "depth": (call("add", a=[[[1]]]).replace("[[[1]]]", "[" * 70 + "]" * 70), "more than 64 levels deep"),
     "exits": (call("leave"), "the tool ended with status 3"),
     "without words": (call("unreadable"), "it has no words"),
+    "no exception": (call("panic"), "Panic: out of bounds"),
+    "cancelled": (call("cancelled"), "CancelledError"),
+    "no text": (call("impatient"), "TimeoutError"),
+    "no words": (call("mute"), "Mute"),
+    "a coroutine": (call("forgotten"), "declare it with `async def`"),
+    "an image": (call("picture"), "gave an image, and this model reads text alone"),
 }
 EVERYTHING = [add, broken, broken_later, leave, listed, long, unreadable]
+RARE = [panic, cancelled, impatient, mute, forgotten, picture]
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
     first, message = WRONG[kind]
-    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=EVERYTHING, max_completion_length=600)
+    tools = [tool for tool in EVERYTHING + RARE if f'"{tool.__name__}"' in first] or [add]
+    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=tools, max_completion_length=600)
     seen = []
     rewards = trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
@@ -344,6 +391,37 @@ def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
         assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
         assert message in turns[1]["content"]
     assert "parse_response" not in vars(trainer._tokenizer)
+    assert trainer._failure_count == trainer._call_count == 8 and not trainer._tool_successes
+
+
+def test_an_interrupt_of_the_users_is_no_reply(tmp_path):
+    def interrupted() -> str:
+        """Be interrupted."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny.micro_batches(make(tmp_path, [[call("interrupted") + "$", "done$"]], trainer_tools=[interrupted]))
+
+
+def test_a_tool_may_change_what_it_is_given(tmp_path):
+    """What the student wrote stays as it is."""
+
+    def take(items: list) -> str:
+        """
+        Empty a list.
+
+        Args:
+            items: The list.
+        """
+        return f"{items.pop()} of {len(items) + 1}"
+
+    trainer = make(tmp_path, [[call("take", items=[1, 2]) + "$", "done$"]], trainer_tools=[take])
+    seen = []
+    rewards = trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
+    for _, parts, _ in rows_of(trainer):
+        assert parts[1] == (False, observed("2 of 2"))
+    assert all(turns[0]["tool_calls"][0]["function"]["arguments"] == {"items": [1, 2]} for turns in seen)
 
 
 @pytest.mark.parametrize("value", ["9" * 4301, "[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 5000])
