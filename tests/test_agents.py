@@ -609,6 +609,41 @@ def test_generation_ends_with_the_models_positions(tmp_path, caplog):
     assert torch.equal(trainer._active(inputs), inputs["completion_mask"].bool())
 
 
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_teacher_reads_no_further_than_its_positions(tmp_path, turns):
+    """Answers may be as long as the positions reach, so the feedback gets what they leave."""
+    config = GPT2Config(
+        vocab_size=104, n_embd=24, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=1,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    texts = ["ab$" + "x" * 20 + "c" * length + "$" for length in (20, 60)]
+    masks = [[1] * 3 + [0] * 20 + [1] * (length + 1) for length in (20, 60)]
+    told = [(1, "hint " * 60)] if turns else "hint " * 60
+    trainer = tiny.trainer(
+        tmp_path, tiny.never, model=tiny.from_config(config), data=[{"prompt": "p" * 50}, {"prompt": "q" * 50}],
+        trainer_rollout_func=tiny.scripted(texts, masks), max_completion_length=256, num_generations=4,
+        trainer_feedback_func=lambda prompts, completions, rewards, **columns: [told] * len(prompts),
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    loss, _ = tiny.gradient(trainer, inputs)
+    answer = "teacher_completion_mask" if turns else "completion_mask"
+    read = inputs["teacher_prompt_mask"].sum(dim=1) + inputs[answer].sum(dim=1)
+    assert loss > 0 and (read <= 256).all() and (read > 250).all()
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ([[1, 1, 1], [1] * 9], "3 values of `env_mask` for the 9 tokens of row 0"),
+        ([[1] * 12], "12 values of `env_mask` for the 9 tokens of row 0"),
+        ([[2] * 9], "other values than 0 and 1"),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_tokens_is_refused(tmp_path, masks, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.micro_batches(make(tmp_path, trainer_rollout_func=tiny.scripted(["abXOBScd$"], masks)))
+
+
 def test_nothing_is_cut_from_the_left(tmp_path):
     """A prompt far longer than the answer may be arrives whole, at student and teacher."""
     data = tiny.prompts(2, chat=True).to_list()

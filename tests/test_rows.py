@@ -299,3 +299,41 @@ def test_a_rollout_func_sees_the_rows_tools(tmp_path):
     for prompt, _, hint in rows_of(trainer):
         assert prompt.split("<|user|>")[0] == hint.split("<|user|>")[0]
         assert ("in this row's words" in prompt) == ("task 0" in prompt)
+
+
+class Yard(Room):
+    """Another environment, with a tool of its own."""
+
+    def dig(self) -> str:
+        """Dig."""
+        return "a bone"
+
+
+def test_a_tool_of_another_environment_is_refused(tmp_path):
+    data = Dataset.from_list([{"prompt": [USER], "environment": name, "tools": ["dig"]} for name in ("yard", "room")])
+    trainer = make(tmp_path, data=data, trainer_environment_factory={"room": Room, "yard": Yard})
+    with pytest.raises(
+        ValueError, match=r"Row 4 of the batch declares the tool 'dig', which nothing runs.*jump, look"
+    ):
+        tiny.micro_batches(trainer)
+
+
+def test_a_name_without_a_schema_is_refused_where_a_function_of_the_users_acts(tmp_path):
+    data = Dataset.from_list([{"prompt": [USER], "tools": ["foo"]}] * 2)
+    with pytest.raises(ValueError, match="declares the tool 'foo' by its name alone"):
+        tiny.micro_batches(make(tmp_path, data=data, trainer_rollout_func=tiny.scripted(["ok$"])))
+
+
+def test_only_the_declared_tools_run_without_distillation_too(tmp_path):
+    """What is compared with GRPO has the same tools."""
+    trainer = make(
+        tmp_path, [[call("add", a=1, b=2) + "$", "done$"]], tiny.even_length, data=mixed_rows(),
+        trainer_tools=[add, double], per_device_train_batch_size=16, distillation_weight=0.0,
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    for i in range(16):
+        prompt, answer = (trainer._tokenizer.decode(inputs[f"{name}_ids"][i]) for name in ("prompt", "completion"))
+        task = int(prompt.split("task ")[1][0])
+        assert ("<|tool|>3<|end|>" in answer) == (task in (0, 3)) and ("Tool add not found" in answer) == (
+            task in (1, 2)
+        )

@@ -18,7 +18,7 @@ from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
 
 from ..reprompt import message_text, well_formed
-from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls, as_error
+from ..tool_calls import INVALID_CALL, ResponseReader, as_error, nested_calls
 from .records import Call, Message, Observation
 
 logger = logging.getLogger(__name__)
