@@ -619,8 +619,9 @@ def test_a_teacher_reads_no_further_than_its_positions(tmp_path, turns):
     texts = ["ab$" + "x" * 20 + "c" * length + "$" for length in (20, 60)]
     masks = [[1] * 3 + [0] * 20 + [1] * (length + 1) for length in (20, 60)]
     told = [(1, "hint " * 60)] if turns else "hint " * 60
+    data = Dataset.from_list([{"prompt": "p" * 50}, {"prompt": "q" * 50}])
     trainer = tiny.trainer(
-        tmp_path, tiny.never, model=tiny.from_config(config), data=[{"prompt": "p" * 50}, {"prompt": "q" * 50}],
+        tmp_path, tiny.never, model=tiny.from_config(config), data=data,
         trainer_rollout_func=tiny.scripted(texts, masks), max_completion_length=256, num_generations=4,
         trainer_feedback_func=lambda prompts, completions, rewards, **columns: [told] * len(prompts),
     )  # fmt: skip
