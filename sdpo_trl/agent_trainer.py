@@ -68,7 +68,8 @@ class AgentTrainer(GuardedTrainer):
                 "`max_observation_length` cuts what tools reply: pass `tools` or an environment with some."
             )
         if self.tools:
-            self._reader = ResponseReader(self._tokenizer, self.eos_token_ids, limit)
+            self._reader = ResponseReader(self._tokenizer, self.eos_token_ids)
+            self._reader.limit = limit
         self._agent_metrics = AgentMetrics(self.accelerator, [tool.__name__ for tool in self.tools])
 
     # Rows
@@ -217,6 +218,8 @@ class AgentTrainer(GuardedTrainer):
         self._agent_metrics.add_rollouts(mode, sums, len(masks), self._tool_calls, self._tool_successes)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if self._reader is not None:
+            self._reader.limit = self.args.max_turn_length
         with self._within_positions(prompt_ids) if self._distills else nullcontext():
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
@@ -251,6 +254,8 @@ class AgentTrainer(GuardedTrainer):
             f"A prompt of {longest} tokens leaves {positions - longest} of the model's {positions} positions, so all "
             "answers that are generated with it end there."
         )
+        if self._reader is not None:
+            self._reader.limit = positions - longest  # a turn that is cut there has no end, so nothing can follow it
         with attribute(self.generation_config, "max_new_tokens", positions - longest):
             yield
 

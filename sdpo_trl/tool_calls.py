@@ -105,19 +105,22 @@ class ResponseReader:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): With a `response_template`.
         end_ids (`Sequence[int]`): The tokens that end a turn.
-        limit (`int`, *optional*): Tokens that a turn may have.
+
+    Attributes:
+        limit (`int`, *optional*): Tokens that the turns to read could have.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int], limit: int | None = None) -> None:
+    limit: int | None = None
+
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._parse = tokenizer.parse_response
         self._template = getattr(tokenizer, "response_template", None)  # older tokenizers have a schema instead
         self._end_ids = set(end_ids)
-        self._limit = limit
 
     def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Message:
         ended = len(ids) > 0 and ids[-1] in self._end_ids
-        if not ended and self._limit is not None and len(ids) >= self._limit:
+        if not ended and self.limit is not None and len(ids) >= self.limit:
             return {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
         try:
             parsed = self._parse(ids, *args, **kwargs)

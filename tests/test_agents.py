@@ -609,6 +609,25 @@ def test_generation_ends_with_the_models_positions(tmp_path, caplog):
     assert torch.equal(trainer._active(inputs), inputs["completion_mask"].bool())
 
 
+def test_a_turn_that_the_positions_cut_calls_nothing(tmp_path):
+    """The longest row of a batch limits all; the call of a shorter one is whole, but its turn has no end."""
+    data = tiny.prompts(2, chat=True).to_list()
+    data[0]["prompt"][0]["content"] = "x" * 200
+    first = call("add", a=1, b=2)
+    trainer = make(tmp_path, data=Dataset.from_list(data), trainer_tools=[add])
+    longest = max(map(len, trainer._tokenize_prompts([row["prompt"] for row in data])[0]))
+    trainer.model.config.max_position_embeddings = longest + len(first)
+    ids = torch.tensor(tiny.answer_ids(trainer._tokenizer, first + "$"))
+
+    def generate(input_ids, generation_config, **kwargs):
+        turn = ids[: generation_config.max_new_tokens]
+        return torch.cat([input_ids, turn.expand(len(input_ids), -1)], dim=1)
+
+    trainer.model.generate = generate
+    (inputs,) = tiny.micro_batches(trainer)
+    assert inputs["completion_ids"].tolist() == [ids[:-1].tolist()] * 8 and trainer._call_count == 0
+
+
 @pytest.mark.parametrize("turns", [False, True])
 def test_a_teacher_reads_no_further_than_its_positions(tmp_path, turns):
     """Answers may be as long as the positions reach, so the feedback gets what they leave."""
