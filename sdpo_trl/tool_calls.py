@@ -34,6 +34,18 @@ def opens_call(text: str, template: Any) -> bool:
     return any(literal in text for literal in literals) or bool(pattern and re.search(pattern, text))
 
 
+def call_marker(template: Any) -> str | None:
+    """
+    The tag that begins every tool call (`<tool_call>`), by the tokenizer's `response_template`.
+
+    Templates whose calls hold more than JSON ask for more behind it (`<tool_call>\\s*<function=...`): what lacks that
+    is a text to the parser. `None` where calls have no tag of their own, and a text could begin alike.
+    """
+    field = (template or {}).get("fields", {}).get("tool_calls", {})
+    found = re.match(r"<[^<>\\()\[\]{}*+?.^$]+>", field.get("open_pattern") or "")
+    return found and found.group()
+
+
 def nested_calls(calls: Any) -> list[dict[str, Any]]:
     """
     Tool calls in the one form that TRL's loop reads: `{"type": ..., "function": {"name", "arguments"}}`.
@@ -97,6 +109,11 @@ def _table_call(call: Any) -> Any:
     return {**call, "function": written} if function is not call else written
 
 
+def _unread(reason: str, advice: str) -> list[dict[str, Any]]:
+    error = f"The tool call could not be read ({reason}). {advice}"
+    return nested_calls([{"name": INVALID_CALL, "arguments": {"error": error}}])
+
+
 class ResponseReader:
     """
     Reads one sampled turn, as the tokenizer's `parse_response` does, but for two cases: a call that cannot be read
@@ -126,14 +143,16 @@ class ResponseReader:
             parsed = self._parse(ids, *args, **kwargs)
             if parsed is not None and parsed.get("tool_calls"):
                 parsed["tool_calls"] = nested_calls(parsed["tool_calls"])
+            marker = call_marker(self._template)
+            if ended and marker and parsed is not None and marker in message_text(parsed.get("content")):
+                reason = f"what follows {marker} is not in the form of a call"
+                parsed["tool_calls"] = [*(parsed.get("tool_calls") or []), *_unread(reason, "Write it as described.")]
             return parsed
         except (ValueError, TypeError, RecursionError) as error:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             if not ended or not opens_call(self._tokenizer.decode(ids), self._template):
                 raise ValueError(str(error)) from error  # which TRL takes for a text without calls
-            reason = f"The tool call could not be read ({error}). Write one JSON object."
-            call = {"name": INVALID_CALL, "arguments": {"error": reason}}
-            return {"role": "assistant", "content": text, "tool_calls": nested_calls([call])}
+            return {"role": "assistant", "content": text, "tool_calls": _unread(str(error), "Write one JSON object.")}
 
     @contextmanager
     def reading(self) -> Iterator[None]:

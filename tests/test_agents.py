@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from importlib import resources
 
 import pytest
 import tiny
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import GPT2Config
 from trl import GRPOTrainer
-from trl.chat_template_utils import parse_response
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from sdpo_trl import SDPOTrainer
 from sdpo_trl.report import read_table
@@ -434,6 +435,27 @@ def test_json_that_python_cannot_read_is_a_call_that_cannot_be_read(value):
             said = parse_response(tokenizer, ids, prefix=tiny.answer_ids(tokenizer, "<|assistant|>"))
         assert said["content"].startswith("<tool_call>")
         assert [made["function"]["name"] for made in said.get("tool_calls", [])] == ["invalid_tool_call"] * bool(end)
+
+
+@pytest.mark.parametrize("template", ["qwen3_5_nothink", "glm4moe", "llama3_1", "qwen3"])
+def test_a_call_in_a_form_that_the_template_does_not_know(template):
+    """Where calls have a tag, what follows it is a call, however it is written; elsewhere it is an answer."""
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = resources.files("trl").joinpath(f"chat_templates/{template}.jinja").read_text()
+    tokenizer = add_response_schema(tokenizer)
+    question = [{"role": "user", "content": "q"}]
+    prefix = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    tagged = template != "llama3_1"
+    for text in ("<tool_call></tool_call>", "so: <tool_call> add 1 and 2", "<tool_call>", '{"name": "Bob"}'):
+        for end in ("$", ""):
+            with ResponseReader(tokenizer, [tokenizer.eos_token_id]).reading():
+                said = parse_response(tokenizer, tiny.answer_ids(tokenizer, text + end), prefix=prefix)
+            calls = [made["function"] for made in said.get("tool_calls", [])]
+            if tagged and end and "<tool_call>" in text:
+                assert len(calls) == 1, (text, said)
+                assert calls[0]["name"] not in ("add", "Bob")
+            elif end:
+                assert not calls
 
 
 def test_a_good_call_beside_bad_ones(tmp_path):
