@@ -80,6 +80,8 @@ class AgentTrainer(GuardedTrainer):
 
     def _generate_and_score_completions(self, inputs):
         inputs = [self._read_row(row, number) for number, row in enumerate(inputs)]
+        if any("tools" in row for row in inputs):  # TRL takes the first row's columns for those of all
+            inputs = [{"tools": None, **row} for row in inputs]
         if self.tools and self.rollout_func is None:
             text = next((number for number, row in enumerate(inputs) if isinstance(row.get("prompt"), str)), None)
             if text is not None:
