@@ -68,7 +68,8 @@ class AgentTrainer(GuardedTrainer):
                 "`max_observation_length` cuts what tools reply: pass `tools` or an environment with some."
             )
         if self.tools:
-            self._reader = ResponseReader(self._tokenizer, self.eos_token_ids, limit)
+            self._reader = ResponseReader(self._tokenizer, self.eos_token_ids)
+            self._reader.limit = limit
         self._agent_metrics = AgentMetrics(self.accelerator, [tool.__name__ for tool in self.tools])
 
     # Rows
@@ -79,6 +80,8 @@ class AgentTrainer(GuardedTrainer):
 
     def _generate_and_score_completions(self, inputs):
         inputs = [self._read_row(row, number) for number, row in enumerate(inputs)]
+        if any("tools" in row for row in inputs):  # TRL takes the first row's columns for those of all
+            inputs = [{"tools": None, **row} for row in inputs]
         if self.tools and self.rollout_func is None:
             text = next((number for number, row in enumerate(inputs) if isinstance(row.get("prompt"), str)), None)
             if text is not None:
@@ -104,8 +107,8 @@ class AgentTrainer(GuardedTrainer):
 
     def _check_declared(self, declared: "list[list[Any] | None]", inputs: list[dict[str, Any]]) -> None:
         """Refuse a tool that nothing could run, and tools for a prompt that has no place for them."""
-        known = {tool.__name__ for tool in self.tools}
         for number, (tools, row) in enumerate(zip(declared, inputs, strict=True)):
+            known = {tool.__name__ for tool in self._tools_in(row.get("environment"))}
             if tools and not is_conversational({"prompt": row.get("prompt", [{"role": "user", "content": ""}])}):
                 raise ValueError(
                     f"Row {number} of the batch declares tools, but its prompt is plain text. Use messages."
@@ -116,6 +119,18 @@ class AgentTrainer(GuardedTrainer):
                     f"Row {number} of the batch declares the tool {missing[0]!r}, which nothing runs: it is neither "
                     f"among `tools=` nor a method of the environment (known: {', '.join(sorted(known)) or 'none'})."
                 )
+            named = [tool for tool in tools or [] if isinstance(tool, str) and tool in missing]
+            if named:
+                raise ValueError(
+                    f"Row {number} of the batch declares the tool {named[0]!r} by its name alone, and no function has "
+                    f"it (known: {', '.join(sorted(known)) or 'none'}). Give its JSON schema, which the prompt shows."
+                )
+
+    def _tools_in(self, environment: str | None) -> list[Any]:
+        """The functions that a row can call: all, or with several environments those of its own."""
+        if self.environment_factories is None:
+            return list(self.tools)
+        return self._env_tools.get(environment if self._multi_environment else None, [])  # TRL refuses unknown ones
 
     @contextmanager
     def _only_rows(self, rows: Sequence[int]) -> Iterator[None]:
@@ -181,6 +196,7 @@ class AgentTrainer(GuardedTrainer):
         with self._reader.reading() if self._distills and self.tools else nullcontext():
             output = super()._generate(prompts)
         if self.rollout_func is not None:
+            _check_masks(*output[1:3])
             masks = torch.tensor([output[2] is not None], device=self.accelerator.device)
             self._masks_context |= bool(self.accelerator.gather(masks).any())
         if self._distills and self._acts:
@@ -204,6 +220,8 @@ class AgentTrainer(GuardedTrainer):
         self._agent_metrics.add_rollouts(mode, sums, len(masks), self._tool_calls, self._tool_successes)
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        if self._reader is not None:
+            self._reader.limit = self.args.max_turn_length
         with self._within_positions(prompt_ids) if self._distills else nullcontext():
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
@@ -238,6 +256,8 @@ class AgentTrainer(GuardedTrainer):
             f"A prompt of {longest} tokens leaves {positions - longest} of the model's {positions} positions, so all "
             "answers that are generated with it end there."
         )
+        if self._reader is not None:
+            self._reader.limit = positions - longest  # a turn that is cut there has no end, so nothing can follow it
         with attribute(self.generation_config, "max_new_tokens", positions - longest):
             yield
 
@@ -248,25 +268,29 @@ class AgentTrainer(GuardedTrainer):
         return super()._get_tool_suffix_ids(tool_messages)
 
     def _tool_call_loop(self, prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields):
-        if not self._distills:
-            return super()._tool_call_loop(
-                prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
-            )
-        declared = self._batch_tools or [None] * len(prompts)
-        for name in ("_sync_tool_dicts", "_async_tool_dicts"):
-            boxes = []
-            for tools, callable_tools in zip(declared, getattr(self, name), strict=True):
-                allowed = None if tools is None else {row_rules.tool_name(tool) for tool in tools}
-                chosen = {key: tool for key, tool in callable_tools.items() if allowed is None or key in allowed}
-                if name == "_sync_tool_dicts":
-                    chosen[INVALID_CALL] = invalid_tool_call
-                boxes.append(ToolBox(chosen, self._tool_calls, self._tool_successes))
-            setattr(self, name, boxes)
+        self._allow_declared_tools()
         result = super()._tool_call_loop(
             prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields
         )
         self._call_count, self._failure_count = result[4], result[5]
         return result
+
+    def _allow_declared_tools(self) -> None:
+        """Give TRL's loop the tools that each row declares; where it distills, in boxes that count and catch."""
+        for name in ("_sync_tool_dicts", "_async_tool_dicts"):
+            callable_tools = getattr(self, name)
+            boxes: list[dict[str, Any]] = []
+            for tools, functions in zip(
+                self._batch_tools or [None] * len(callable_tools), callable_tools, strict=True
+            ):
+                allowed = None if tools is None else {row_rules.tool_name(tool) for tool in tools}
+                chosen = {key: tool for key, tool in functions.items() if allowed is None or key in allowed}
+                if self._distills:
+                    if name == "_sync_tool_dicts":
+                        chosen[INVALID_CALL] = invalid_tool_call
+                    chosen = ToolBox(chosen, self._tool_calls, self._tool_successes, sees=self._is_vlm)
+                boxes.append(chosen)
+            setattr(self, name, boxes)
 
     # Logs
 
@@ -282,3 +306,21 @@ class AgentTrainer(GuardedTrainer):
         }
         with attribute(self, "_logs", shown):
             super().log(logs, start_time)
+
+
+def _check_masks(completion_ids: "list[list[int]]", masks: "list[list[int]] | None") -> None:
+    """Refuse an `env_mask` that is not one number per token: TRL would take the tokens it lacks for sampled ones."""
+    if masks is None:
+        return
+    if len(masks) != len(completion_ids):
+        raise ValueError(
+            f"`rollout_func` gave {len(masks)} rows of `env_mask` and {len(completion_ids)} of `completion_ids`."
+        )
+    for row, (ids, mask) in enumerate(zip(completion_ids, masks, strict=True)):
+        if len(mask) != len(ids):
+            raise ValueError(
+                f"`rollout_func` gave {len(mask)} values of `env_mask` for the {len(ids)} tokens of row {row}. Give 1 "
+                "for each token that the model sampled, and 0 for each other one."
+            )
+        if any(value not in (0, 1) for value in mask):
+            raise ValueError(f"`rollout_func` gave an `env_mask` of row {row} with other values than 0 and 1.")

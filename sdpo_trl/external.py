@@ -22,6 +22,12 @@ from .shards import whole_shape
 
 logger = logging.getLogger(__name__)
 
+# Each of them tells the ids of tokens, or which file does.
+_TOKENIZER_FILES = (
+    "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json",
+)  # fmt: skip
+
 
 def check_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
     """
@@ -88,7 +94,7 @@ def load_external_teacher(
         name = get_config_model_id(teacher.config)
     # A folder may hold weights alone, or be gone; a Hub id always comes with its tokenizer.
     local = Path(name).is_dir() or Path(name).is_absolute()
-    if name and (not local or (Path(name) / "tokenizer_config.json").is_file()):
+    if name and (not local or any((Path(name) / file).is_file() for file in _TOKENIZER_FILES)):
         check_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code))
     else:
         logger.warning(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from .feedback import TurnText, select_feedback
+from .feedback import TurnText, join_turns, select_feedback
 from .reprompt import Hint, Prompt, completion_text, hint_of, strip_thinking, well_formed
 
 
@@ -249,22 +249,46 @@ def rerouted(
 
 
 def _tidied(hint: Hint, row: int) -> Hint | None:
-    """As the trainer's own sources make hints: blank texts are none, halves of surrogate pairs are written out."""
-    turns = hint.turns
+    """
+    As the trainer's own sources make hints: blank texts are none, halves of surrogate pairs are written out, texts on
+    one turn are joined, and what is told to the first turn stands in the prompt.
+    """
     whole = [("`solution`", hint.solution), ("`feedback`", hint.feedback)]
-    texts = [*whole, *(("text on a turn", text) for _, text in turns)]
-    for name, text in texts:
-        if not (isinstance(text, str) or (text is None and name.startswith("`"))):
+    for name, text in whole:
+        if not (isinstance(text, str) or text is None):
+            raise TypeError(_wrong_text(name, text, row))
+    for pair in hint.turns:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise TypeError(
-                f"The {name} of rollout {row} is a {type(text).__name__} ({text!r:.80}) in the hint that "
-                "`choose_hints` returned. Give one text, or `None` for no hint."
+                f"`choose_hints` returned a hint for rollout {row} whose `turns` hold {pair!r:.80}. Give pairs "
+                "`(turn, text)`."
             )
+        if not isinstance(pair[1], str):
+            raise TypeError(_wrong_text("text on a turn", pair[1], row))
+    for turn in [*(turn for turn, _ in hint.turns), *(hint.hinted or ())]:
+        if not isinstance(turn, int) or isinstance(turn, bool) or turn < 0:
+            raise ValueError(
+                f"`choose_hints` returned a hint for rollout {row} with the turn {turn!r}. Turns are whole numbers, "
+                "the first one is 0."
+            )
+    if hint.hinted is not None and not tuple(hint.hinted):
+        raise ValueError(
+            f"`choose_hints` returned a hint for rollout {row} that hints no turn (`hinted=()`). Return `None` for a "
+            "rollout that is not distilled, or a hint with `hinted=None` for one that is distilled whole."
+        )
     solution, feedback = (well_formed(text) if text and text.strip() else None for _, text in whole)
+    (turns,) = join_turns([[tuple((turn, well_formed(text)) for turn, text in hint.turns if text.strip())]], 1)
     tidied = replace(
-        hint, solution=solution, feedback=feedback,
-        turns=tuple((turn, well_formed(text)) for turn, text in turns if text.strip()),
-    )  # fmt: skip
+        hint_of(solution, feedback, turns), hinted=None if hint.hinted is None else tuple(sorted({*hint.hinted}))
+    )
     return None if tidied.is_empty else tidied
+
+
+def _wrong_text(name: str, text: object, row: int) -> str:
+    return (
+        f"The {name} of rollout {row} is a {type(text).__name__} ({text!r:.80}) in the hint that `choose_hints` "
+        "returned. Give one text, or `None` for no hint."
+    )
 
 
 def _stats(

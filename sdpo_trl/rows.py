@@ -13,10 +13,12 @@ from .reprompt import Message
 Schema = dict[str, Any]
 
 _ROLES = {
-    "human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "observation": "tool",
-    "function_response": "tool", "function": "tool",
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "ai": "assistant",
+    "model": "assistant", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+    "tool_result": "tool", "function": "tool",
 }  # fmt: skip
 _CALL_ROLES = ("function_call", "tool_call")
+_PLAIN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def without_missing(value: Any) -> Any:
@@ -51,16 +53,26 @@ def message(turn: Message) -> Message:
     One turn as a chat message: `role` and `content`, from either spelling (`from` and `value` in ShareGPT's).
 
     Raises:
-        `ValueError`: the turn has no role, or holds a tool call that cannot be read.
+        `ValueError`: the turn has no role, or one after `from` that nobody is known by, or holds a tool call that
+            cannot be read.
     """
     if not isinstance(turn, dict):
         raise ValueError(
             f"A turn must be an object with `role` and `content`, or `from` and `value`; got {turn!r:.200}."
         )
     turn = without_missing(turn)
-    role = turn.pop("role", None) or turn.pop("from", None)
+    role = turn.pop("role", None)
+    plain = isinstance(role, str)
+    role = role or turn.pop("from", None)
     if not isinstance(role, str):
         raise ValueError(f"A turn needs `role` and `content`, or `from` and `value`; got the keys {sorted(turn)}.")
+    if role.lower() in (*_ROLES, *_CALL_ROLES, *_PLAIN_ROLES):
+        role = role.lower()
+    elif not plain:  # an answer under a name of its own would be shown to the student; templates have more `role`s
+        raise ValueError(
+            f"A turn is from {role!r}, and that could be anybody. Known are: "
+            f"{', '.join((*_PLAIN_ROLES, *_ROLES, *_CALL_ROLES))}."
+        )
     content = turn.pop("content", None)
     content = turn.pop("value", "") if content is None else content
     if role in _CALL_ROLES:
@@ -151,7 +163,7 @@ def prompt_row(row: dict[str, Any]) -> dict[str, Any]:
     first = turns[0] if isinstance(turns, list) and turns else {}
     if not isinstance(first, dict):
         raise ValueError(f"A prompt is a text or a list of messages, got a list that begins with {first!r:.200}.")
-    if first.get("role") == "system" and "tools" in first:
+    if first.get("role") in ("system", "developer") and "tools" in first:
         tools = first["tools"] if tools is None else tools
         turns = [{key: value for key, value in first.items() if key != "tools"}, *turns[1:]]
     elif source is None:

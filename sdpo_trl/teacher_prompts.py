@@ -64,12 +64,21 @@ class TeacherPromptBuilder:
             positions = min(positions or teacher_positions, teacher_positions)
         if positions > trainer.max_completion_length:  # the teacher reads the answer behind its prompt
             self._budget = min(self._budget, positions - trainer.max_completion_length)
+        self._positions = positions
         self._checked = False
 
-    @property
-    def budget(self) -> int:
-        """Tokens that the teacher may read before the answer, hints between its turns included."""
-        return self._budget
+    def budgets(self, output: dict[str, Any]) -> list[int]:
+        """
+        Tokens that each teacher may read beside the answer, hints between its turns included, `B` of them.
+
+        Args:
+            output (`dict`): TRL's batch. Where answers may be as long as the model's positions reach, what is left of
+                these is known by the answer.
+        """
+        answers = output["completion_mask"].sum(dim=1).tolist()
+        if not self._positions:
+            return [self._budget] * len(answers)
+        return [min(self._budget, self._positions - answer) for answer in answers]
 
     def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
         """
@@ -96,14 +105,15 @@ class TeacherPromptBuilder:
         types: dict[str, list[Any]] = {}
         shortened: set[int] = set()
         written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
+        budgets = self.budgets(output)
         if wanted:
             tokenized, fields = self._tokenize([written[i] for i in wanted], wanted)
             for i, row in zip(wanted, tokenized, strict=True):
                 ids[i] = list(row)
             types = {key: list(fields[key]) for key in _PER_TOKEN if images and key in fields}
             for i in changed:
-                if len(ids[i]) > self._budget:
-                    written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i])
+                if len(ids[i]) > budgets[i]:
+                    written[i], ids[i], fitted = self._fit(i, prompts[i], hints[i], budgets[i])
                     for key, rows in types.items():
                         rows[wanted.index(i)] = fitted[key][0]
                     shortened.add(i)
@@ -157,15 +167,15 @@ class TeacherPromptBuilder:
                     "a teacher that reads more: nothing is cut from them."
                 )
 
-    def _fit(self, row: int, prompt: Prompt, hint: Hint) -> tuple[Prompt, list[int], dict[str, Any]]:
+    def _fit(self, row: int, prompt: Prompt, hint: Hint, budget: int) -> tuple[Prompt, list[int], dict[str, Any]]:
         def fits(candidate: Hint) -> bool:
-            return len(self._tokenize([self._write(prompt, candidate)], [row])[0][0]) <= self._budget
+            return len(self._tokenize([self._write(prompt, candidate)], [row])[0][0]) <= budget
 
         kept = shorten(hint, fits)
         if kept is None:
             raise ValueError(
                 f"The teacher's prompt of row {row} leaves no room for its feedback within `max_reprompt_len="
-                f"{self._budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, "
+                f"{budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, "
                 "or shorten the prompts or the templates: the question is never cut."
             )
         written = self._write(prompt, kept)

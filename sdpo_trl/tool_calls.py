@@ -4,6 +4,7 @@ TRL turns an unknown tool, wrong arguments and a tool that raises into an observ
 too. Knows: texts, messages, functions. Deliberately does not know: models, trainers.
 """
 
+import copy
 import functools
 import inspect
 import json
@@ -31,6 +32,18 @@ def opens_call(text: str, template: Any) -> bool:
     literals = [literals] if isinstance(literals, str) else literals
     pattern = field.get("open_pattern")
     return any(literal in text for literal in literals) or bool(pattern and re.search(pattern, text))
+
+
+def call_marker(template: Any) -> str | None:
+    """
+    The tag that begins every tool call (`<tool_call>`), by the tokenizer's `response_template`.
+
+    Templates whose calls hold more than JSON ask for more behind it (`<tool_call>\\s*<function=...`): what lacks that
+    is a text to the parser. `None` where calls have no tag of their own, and a text could begin alike.
+    """
+    field = (template or {}).get("fields", {}).get("tool_calls", {})
+    found = re.match(r"<[^<>\\()\[\]{}*+?.^$]+>", field.get("open_pattern") or "")
+    return found and found.group()
 
 
 def nested_calls(calls: Any) -> list[dict[str, Any]]:
@@ -96,6 +109,11 @@ def _table_call(call: Any) -> Any:
     return {**call, "function": written} if function is not call else written
 
 
+def _unread(reason: str, advice: str) -> list[dict[str, Any]]:
+    error = f"The tool call could not be read ({reason}). {advice}"
+    return nested_calls([{"name": INVALID_CALL, "arguments": {"error": error}}])
+
+
 class ResponseReader:
     """
     Reads one sampled turn, as the tokenizer's `parse_response` does, but for two cases: a call that cannot be read
@@ -104,32 +122,37 @@ class ResponseReader:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): With a `response_template`.
         end_ids (`Sequence[int]`): The tokens that end a turn.
-        limit (`int`, *optional*): Tokens that a turn may have.
+
+    Attributes:
+        limit (`int`, *optional*): Tokens that the turns to read could have.
     """
 
-    def __init__(self, tokenizer: Any, end_ids: Sequence[int], limit: int | None = None) -> None:
+    limit: int | None = None
+
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._parse = tokenizer.parse_response
         self._template = getattr(tokenizer, "response_template", None)  # older tokenizers have a schema instead
         self._end_ids = set(end_ids)
-        self._limit = limit
 
     def __call__(self, ids: Any, *args: Any, **kwargs: Any) -> Message:
         ended = len(ids) > 0 and ids[-1] in self._end_ids
-        if not ended and self._limit is not None and len(ids) >= self._limit:
+        if not ended and self.limit is not None and len(ids) >= self.limit:
             return {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
         try:
             parsed = self._parse(ids, *args, **kwargs)
             if parsed is not None and parsed.get("tool_calls"):
                 parsed["tool_calls"] = nested_calls(parsed["tool_calls"])
+            marker = call_marker(self._template)
+            if ended and marker and parsed is not None and marker in message_text(parsed.get("content")):
+                reason = f"what follows {marker} is not in the form of a call"
+                parsed["tool_calls"] = [*(parsed.get("tool_calls") or []), *_unread(reason, "Write it as described.")]
             return parsed
         except (ValueError, TypeError, RecursionError) as error:
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
             if not ended or not opens_call(self._tokenizer.decode(ids), self._template):
                 raise ValueError(str(error)) from error  # which TRL takes for a text without calls
-            reason = f"The tool call could not be read ({error}). Write one JSON object."
-            call = {"name": INVALID_CALL, "arguments": {"error": reason}}
-            return {"role": "assistant", "content": text, "tool_calls": nested_calls([call])}
+            return {"role": "assistant", "content": text, "tool_calls": _unread(str(error), "Write one JSON object.")}
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -149,10 +172,13 @@ class ToolBox(dict):
         tools (`dict[str, Callable]`): Sync functions, or coroutine functions.
         calls (`Counter`): Gets one per call.
         successes (`Counter`): Gets one per call that did not raise.
+        sees (`bool`, *optional*): Whether the model reads images.
     """
 
-    def __init__(self, tools: dict[str, Callable[..., Any]], calls: Counter, successes: Counter) -> None:
-        super().__init__({name: _counted(name, tool, successes) for name, tool in tools.items()})
+    def __init__(
+        self, tools: dict[str, Callable[..., Any]], calls: Counter, successes: Counter, sees: bool = True
+    ) -> None:
+        super().__init__({name: _counted(name, tool, successes, sees) for name, tool in tools.items()})
         self._calls = calls
 
     def __getitem__(self, name: str) -> Callable[..., Any]:
@@ -160,13 +186,14 @@ class ToolBox(dict):
         return super().__getitem__(name)
 
 
-def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callable[..., Any]:
+def _counted(name: str, tool: Callable[..., Any], successes: Counter, sees: bool) -> Callable[..., Any]:
+    # A tool may change what it is given; the call that the student made stays in the messages as it is.
     if inspect.iscoroutinefunction(tool):
 
         @functools.wraps(tool)
         async def call(**arguments: Any) -> Any:
-            with no_exit():
-                result = _reply(await tool(**arguments))
+            with as_error():
+                result = _reply(await tool(**copy.deepcopy(arguments)), sees)
             successes[name] += 1
             return result
 
@@ -174,8 +201,8 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
         @functools.wraps(tool)
         def call(**arguments: Any) -> Any:
-            with no_exit():
-                result = _reply(tool(**arguments))
+            with as_error():
+                result = _reply(tool(**copy.deepcopy(arguments)), sees)
             successes[name] += 1
             return result
 
@@ -183,18 +210,37 @@ def _counted(name: str, tool: Callable[..., Any], successes: Counter) -> Callabl
 
 
 @contextmanager
-def no_exit() -> Iterator[None]:
-    """Within, an attempt to end the process, such as that of a parser of arguments, fails as other faults do."""
+def as_error() -> Iterator[None]:
+    """
+    Within, whatever a tool raises fails as other faults do, with a text: an attempt to end the process (such as that
+    of a parser of arguments), a cancelled task, a panic of compiled code. Only the user's own interrupt gets through.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        raise
     except SystemExit as error:
         raise RuntimeError(f"the tool ended with status {error.code}") from error
+    except BaseException as error:
+        try:
+            text = str(error)
+        except Exception:
+            text = ""
+        if isinstance(error, Exception) and text.strip():
+            raise
+        raise RuntimeError(": ".join([type(error).__name__, *([text] if text.strip() else [])])) from error
 
 
-def _reply(result: Any) -> Any:
+def _reply(result: Any, sees: bool) -> Any:
     """What a tool gave, as TRL takes it: typed blocks (images) as they are, anything else as text."""
-    is_blocks = isinstance(result, list) and result and all(_is_block(part) for part in result)
-    return result if is_blocks else str(result)
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("the tool gave a coroutine: declare it with `async def`")
+    if not (isinstance(result, list) and result and all(_is_block(part) for part in result)):
+        return str(result)
+    if not sees and any(part["type"] == "image" for part in result):
+        raise ValueError("the tool gave an image, and this model reads text alone")
+    return result
 
 
 def _is_block(part: Any) -> bool:

@@ -181,7 +181,7 @@ class SDPOTrainer(ObservedTrainer):
         self._prompt_builder = TeacherPromptBuilder(self, limit)
         if args.reads_feedback:
             self._prompt_builder.check_dataset(self.train_dataset)
-        self._turn_hints = TurnHintWriter(self, self._prompt_builder.budget)
+        self._turn_hints = TurnHintWriter(self)
         # A teacher whose padded vocabulary is shorter knows nothing of the student's last items.
         self._known_tokens = whole_shape(teacher_tap.model.get_output_embeddings().weight)[0]
         if args.use_teacher_server:

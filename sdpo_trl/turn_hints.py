@@ -39,16 +39,14 @@ class TurnHintWriter:
     """
     Args:
         trainer ([`SDPOTrainer`]): Supplies the tokenizer, the chat template and its options.
-        budget (`int`): Tokens of the teacher's prompt and all hints together.
     """
 
-    def __init__(self, trainer: Any, budget: int) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._budget = budget
         self._template = trainer.args.turn_feedback_template
 
     def build(
-        self, hints: Sequence[Hint | None], output: dict[str, Any], lengths: Sequence[int]
+        self, hints: Sequence[Hint | None], output: dict[str, Any], lengths: Sequence[int], budgets: Sequence[int]
     ) -> tuple[dict[str, torch.Tensor], set[int]]:
         """
         The completions as the teachers read them.
@@ -57,6 +55,7 @@ class TurnHintWriter:
             hints (`Sequence[Hint | None]`): What the teachers are told, `B` of them.
             output (`dict`): TRL's batch.
             lengths (`Sequence[int]`): Tokens of each teacher's prompt.
+            budgets (`Sequence[int]`): Tokens that this prompt and all hints together may have.
 
         Returns:
             `tuple`: nothing if no hint is for a later turn; else `teacher_completion_ids` and
@@ -80,8 +79,9 @@ class TurnHintWriter:
         for row, hint in enumerate(hints):
             ids = output["completion_ids"][row][mask[row]].tolist()
             inserted: dict[int, list[int]] = {}
-            if hint is not None and hint.turns:
-                inserted, shortened = self._written(row, hint, ids, sampled[row].tolist(), self._budget - lengths[row])
+            if hint is not None and hint.turns and ids:  # a rollout that was masked out has no tokens to teach
+                room = budgets[row] - lengths[row]
+                inserted, shortened = self._written(row, hint, ids, sampled[row].tolist(), room)
                 cut |= {row} if shortened else set()
             tokens, positions = insert(ids, inserted)
             read.append(torch.tensor(tokens, dtype=torch.int64))
@@ -133,8 +133,8 @@ class TurnHintWriter:
         if low == 0:
             raise ValueError(
                 f"The teacher's prompt of row {row} leaves no room for its feedback per turn within "
-                f"`max_reprompt_len` (or the model's positions), {self._budget} tokens. Raise `max_reprompt_len`, or "
-                "shorten the prompts: nothing but hints is cut."
+                f"`max_reprompt_len` (or the model's positions): {room} tokens are left for each hint. Raise "
+                "`max_reprompt_len`, or shorten the prompts: nothing but hints is cut."
             )
         return self._user_turn(cut_middle(text, low), row)
 

@@ -47,11 +47,21 @@ def span_mask(turns: torch.Tensor, hints: Sequence[Hint | None], span: Span) -> 
 
     Returns:
         `torch.Tensor`: bool of shape `(B, T)`.
+
+    Raises:
+        `ValueError`: a hint is about none of its rollout's turns.
     """
     mask = turns >= 0
     for row, hint in enumerate(hints):
         if span == "all" or hint is None or hint.hinted is None:
             continue
+        reached = int(turns[row].max()) + 1 if turns.size(1) else 0
+        if 0 < reached <= min(hint.hinted):
+            raise ValueError(
+                f"The hint of row {row} is about turn {min(hint.hinted)}, and that rollout has turns 0 to "
+                f"{reached - 1}, so nothing of it would be distilled. Return hints on turns that were sampled from "
+                "`choose_hints`, or `None`."
+            )
         if span == "from_hint":
             mask[row] &= turns[row] >= min(hint.hinted)
         else:

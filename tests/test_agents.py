@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from importlib import resources
 
 import pytest
 import tiny
@@ -10,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import GPT2Config
 from trl import GRPOTrainer
-from trl.chat_template_utils import parse_response
+from trl.chat_template_utils import add_response_schema, parse_response
 
 from sdpo_trl import SDPOTrainer
 from sdpo_trl.report import read_table
@@ -293,6 +294,45 @@ def leave() -> str:
     raise SystemExit(3)
 
 
+class Panic(BaseException):
+    """As compiled code raises it: no `Exception`."""
+
+
+def panic() -> str:
+    """Raise what is no `Exception`."""
+    raise Panic("out of bounds")
+
+
+async def cancelled() -> str:
+    """Be cancelled."""
+    raise asyncio.CancelledError
+
+
+async def impatient() -> str:
+    """Run out of time, without a word."""
+    raise TimeoutError
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("it has no words")
+
+
+def mute() -> str:
+    """Fail without words."""
+    raise Mute
+
+
+def forgotten() -> str:
+    """Give what was never awaited."""
+    return wait(0.0)
+
+
+def picture() -> list:
+    """Give an image."""
+    return [{"type": "image", "image": 1}, {"type": "text", "text": "seen"}]
+
+
 class Unreadable:
     def __str__(self):
         raise ValueError("it has no words")
@@ -324,14 +364,22 @@ WRONG = {
     "depth": (call("add", a=[[[1]]]).replace("[[[1]]]", "[" * 70 + "]" * 70), "more than 64 levels deep"),
     "exits": (call("leave"), "the tool ended with status 3"),
     "without words": (call("unreadable"), "it has no words"),
+    "no exception": (call("panic"), "Panic: out of bounds"),
+    "cancelled": (call("cancelled"), "CancelledError"),
+    "no text": (call("impatient"), "TimeoutError"),
+    "no words": (call("mute"), "Mute"),
+    "a coroutine": (call("forgotten"), "declare it with `async def`"),
+    "an image": (call("picture"), "gave an image, and this model reads text alone"),
 }
 EVERYTHING = [add, broken, broken_later, leave, listed, long, unreadable]
+RARE = [panic, cancelled, impatient, mute, forgotten, picture]
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
     first, message = WRONG[kind]
-    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=EVERYTHING, max_completion_length=600)
+    tools = [tool for tool in EVERYTHING + RARE if f'"{tool.__name__}"' in first] or [add]
+    trainer = make(tmp_path, [[first + "$", "done$"]], trainer_tools=tools, max_completion_length=600)
     seen = []
     rewards = trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
@@ -344,6 +392,37 @@ def test_what_goes_wrong_is_read_by_the_student(tmp_path, kind):
         assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant"]
         assert message in turns[1]["content"]
     assert "parse_response" not in vars(trainer._tokenizer)
+    assert trainer._failure_count == trainer._call_count == 8 and not trainer._tool_successes
+
+
+def test_an_interrupt_of_the_users_is_no_reply(tmp_path):
+    def interrupted() -> str:
+        """Be interrupted."""
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny.micro_batches(make(tmp_path, [[call("interrupted") + "$", "done$"]], trainer_tools=[interrupted]))
+
+
+def test_a_tool_may_change_what_it_is_given(tmp_path):
+    """What the student wrote stays as it is."""
+
+    def take(items: list) -> str:
+        """
+        Empty a list.
+
+        Args:
+            items: The list.
+        """
+        return f"{items.pop()} of {len(items) + 1}"
+
+    trainer = make(tmp_path, [[call("take", items=[1, 2]) + "$", "done$"]], trainer_tools=[take])
+    seen = []
+    rewards = trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *args: (seen.extend(args[2]), rewards(*args))[1]
+    for _, parts, _ in rows_of(trainer):
+        assert parts[1] == (False, observed("2 of 2"))
+    assert all(turns[0]["tool_calls"][0]["function"]["arguments"] == {"items": [1, 2]} for turns in seen)
 
 
 @pytest.mark.parametrize("value", ["9" * 4301, "[" * 500 + "]" * 500, "[" * 100_000, '{"a":' * 5000])
@@ -356,6 +435,27 @@ def test_json_that_python_cannot_read_is_a_call_that_cannot_be_read(value):
             said = parse_response(tokenizer, ids, prefix=tiny.answer_ids(tokenizer, "<|assistant|>"))
         assert said["content"].startswith("<tool_call>")
         assert [made["function"]["name"] for made in said.get("tool_calls", [])] == ["invalid_tool_call"] * bool(end)
+
+
+@pytest.mark.parametrize("template", ["qwen3_5_nothink", "glm4moe", "llama3_1", "qwen3"])
+def test_a_call_in_a_form_that_the_template_does_not_know(template):
+    """Where calls have a tag, what follows it is a call, however it is written; elsewhere it is an answer."""
+    tokenizer = tiny.build_tokenizer()
+    tokenizer.chat_template = resources.files("trl").joinpath(f"chat_templates/{template}.jinja").read_text()
+    tokenizer = add_response_schema(tokenizer)
+    question = [{"role": "user", "content": "q"}]
+    prefix = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    tagged = template != "llama3_1"
+    for text in ("<tool_call></tool_call>", "so: <tool_call> add 1 and 2", "<tool_call>", '{"name": "Bob"}'):
+        for end in ("$", ""):
+            with ResponseReader(tokenizer, [tokenizer.eos_token_id]).reading():
+                said = parse_response(tokenizer, tiny.answer_ids(tokenizer, text + end), prefix=prefix)
+            calls = [made["function"] for made in said.get("tool_calls", [])]
+            if tagged and end and "<tool_call>" in text:
+                assert len(calls) == 1, (text, said)
+                assert calls[0]["name"] not in ("add", "Bob")
+            elif end:
+                assert not calls
 
 
 def test_a_good_call_beside_bad_ones(tmp_path):
@@ -529,6 +629,61 @@ def test_generation_ends_with_the_models_positions(tmp_path, caplog):
     assert inputs["completion_mask"].sum(dim=1).max() == 6 and trainer.generation_config.max_new_tokens == 20
     assert "leaves 6 of the model's 256 positions" in caplog.text
     assert torch.equal(trainer._active(inputs), inputs["completion_mask"].bool())
+
+
+def test_a_turn_that_the_positions_cut_calls_nothing(tmp_path):
+    """The longest row of a batch limits all; the call of a shorter one is whole, but its turn has no end."""
+    data = tiny.prompts(2, chat=True).to_list()
+    data[0]["prompt"][0]["content"] = "x" * 200
+    first = call("add", a=1, b=2)
+    trainer = make(tmp_path, data=Dataset.from_list(data), trainer_tools=[add])
+    longest = max(map(len, trainer._tokenize_prompts([row["prompt"] for row in data])[0]))
+    trainer.model.config.max_position_embeddings = longest + len(first)
+    ids = torch.tensor(tiny.answer_ids(trainer._tokenizer, first + "$"))
+
+    def generate(input_ids, generation_config, **kwargs):
+        turn = ids[: generation_config.max_new_tokens]
+        return torch.cat([input_ids, turn.expand(len(input_ids), -1)], dim=1)
+
+    trainer.model.generate = generate
+    (inputs,) = tiny.micro_batches(trainer)
+    assert inputs["completion_ids"].tolist() == [ids[:-1].tolist()] * 8 and trainer._call_count == 0
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_teacher_reads_no_further_than_its_positions(tmp_path, turns):
+    """Answers may be as long as the positions reach, so the feedback gets what they leave."""
+    config = GPT2Config(
+        vocab_size=104, n_embd=24, n_layer=2, n_head=2, n_positions=256, bos_token_id=1, eos_token_id=1,
+        pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    texts = ["ab$" + "x" * 20 + "c" * length + "$" for length in (20, 60)]
+    masks = [[1] * 3 + [0] * 20 + [1] * (length + 1) for length in (20, 60)]
+    told = [(1, "hint " * 60)] if turns else "hint " * 60
+    data = Dataset.from_list([{"prompt": "p" * 50}, {"prompt": "q" * 50}])
+    trainer = tiny.trainer(
+        tmp_path, tiny.never, model=tiny.from_config(config), data=data,
+        trainer_rollout_func=tiny.scripted(texts, masks), max_completion_length=256, num_generations=4,
+        trainer_feedback_func=lambda prompts, completions, rewards, **columns: [told] * len(prompts),
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    loss, _ = tiny.gradient(trainer, inputs)
+    answer = "teacher_completion_mask" if turns else "completion_mask"
+    read = inputs["teacher_prompt_mask"].sum(dim=1) + inputs[answer].sum(dim=1)
+    assert loss > 0 and (read <= 256).all() and (read > 250).all()
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ([[1, 1, 1], [1] * 9], "3 values of `env_mask` for the 9 tokens of row 0"),
+        ([[1] * 12], "12 values of `env_mask` for the 9 tokens of row 0"),
+        ([[2] * 9], "other values than 0 and 1"),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_tokens_is_refused(tmp_path, masks, message):
+    with pytest.raises(ValueError, match=message):
+        tiny.micro_batches(make(tmp_path, trainer_rollout_func=tiny.scripted(["abXOBScd$"], masks)))
 
 
 def test_nothing_is_cut_from_the_left(tmp_path):

@@ -118,3 +118,25 @@ def test_anything_else_is_refused(tmp_path, monkeypatch, chosen, error, message)
 
     with pytest.raises(error, match=message):
         run(tmp_path, monkeypatch, Broken)
+
+
+@pytest.mark.parametrize(
+    ("hint", "error", "message"),
+    [
+        (Hint(turns=((1.0, "x"),)), ValueError, "rollout 0 with the turn 1.0. Turns are whole numbers"),
+        (Hint(turns=(("1", "x"),)), ValueError, "rollout 0 with the turn '1'"),
+        (Hint(turns=((-1, "x"),)), ValueError, "rollout 0 with the turn -1"),
+        (Hint(turns=("ab",)), TypeError, "whose `turns` hold 'ab'. Give pairs"),
+        (Hint(feedback="x", hinted=(True,)), ValueError, "with the turn True"),
+        (Hint(feedback="x", hinted=()), ValueError, "hints no turn"),
+        (Hint(feedback="x", hinted=(7,)), ValueError, "about turn 7, and that rollout has turns 0 to 0"),
+    ],
+    ids=str,
+)
+def test_turns_that_are_none_are_refused(tmp_path, monkeypatch, hint, error, message):
+    class Broken(SDPOTrainer):
+        def choose_hints(self, hints, rollouts, success):
+            return [hint] * len(hints)
+
+    with pytest.raises(error, match=message):
+        run(tmp_path, monkeypatch, Broken, distillation_span="hinted_turn")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_agents import add, call, make
+from test_agents import Room, add, call, make
 from trl.trainer.utils import RepeatSampler
 
 from sdpo_trl.sampling_order import ResumableOrder
@@ -126,6 +126,31 @@ def test_agents(tmp_path):
         )  # fmt: skip
 
     compare(tmp_path, build, 4, 6)
+
+
+def test_tools_and_environments(tmp_path):
+    """In TRL's own loop: every second first turn is a call, whatever was drawn, and the turns after it are sampled."""
+
+    def build(folder, **options):
+        def look(prompts, completions, rewards, **columns):
+            return [[(len(turns) // 2, "look")] for turns in completions]
+
+        trainer = make(
+            folder, None, data=tiny.prompts(6, chat=True), trainer_environment_factory=Room, trainer_tools=[add],
+            shuffle_dataset=True, max_completion_length=100, trainer_feedback_func=look, **options,
+        )  # fmt: skip
+        turn = trainer._generate_single_turn
+        first = tiny.answer_ids(trainer._tokenizer, call("add", a=1, b=2) + "$")
+
+        def generate(prompt_ids, *args, **kwargs):
+            ids, logprobs = turn(prompt_ids, *args, **kwargs)
+            starts = not any("<|tool|>" in text for text in trainer._tokenizer.batch_decode(prompt_ids))
+            return [first if starts and i % 2 else row for i, row in enumerate(ids)], logprobs
+
+        trainer._generate_single_turn = generate
+        return trainer
+
+    compare(tmp_path, build, 2, 4)
 
 
 def test_another_teacher_without_rewards(tmp_path):

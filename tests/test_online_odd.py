@@ -69,6 +69,8 @@ def _giving(value):
         (_giving(Shapeless()), False, "Error: what the tool gave has no text: it has no text"),
         (_giving("a\udc80b"), True, "a\\udc80b"),
         (_giving(None), True, "null"),
+        (_giving({"ort": "Köln"}), True, '{"ort": "Köln"}'),
+        (_raising(asyncio.CancelledError()), False, "Error: CancelledError"),
     ],
 )
 def test_whatever_a_tool_gives_or_raises_is_a_reply(tool, ok, said):

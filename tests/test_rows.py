@@ -32,6 +32,11 @@ USER = {"role": "user", "content": "1+1?"}
         ({"from": "human", "value": "q"}, {"role": "user", "content": "q"}),
         ({"from": "gpt", "value": "a"}, {"role": "assistant", "content": "a"}),
         ({"from": "system", "value": "s"}, {"role": "system", "content": "s"}),
+        ({"from": "AI", "value": "a"}, {"role": "assistant", "content": "a"}),
+        ({"from": "chatgpt", "value": "a"}, {"role": "assistant", "content": "a"}),
+        ({"from": "tool_response", "value": "3"}, {"role": "tool", "content": "3"}),
+        ({"role": "Assistant", "content": "a"}, {"role": "assistant", "content": "a"}),
+        ({"role": "ipython", "content": "3"}, {"role": "ipython", "content": "3"}),
         ({"from": "observation", "value": "größer"}, {"role": "tool", "content": "größer"}),
         ({"role": "tool", "content": "3", "name": "add"}, {"role": "tool", "content": "3", "name": "add"}),
         ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
@@ -76,6 +81,7 @@ def test_a_turn_in_either_spelling(turn, expected):
             "arguments of a tool call in a row is not valid JSON",
         ),
         ("hello", "A turn must be an object"),
+        ({"from": "claude", "value": "a"}, "A turn is from 'claude', and that could be anybody. Known are: system"),
         ({"role": ["user"], "content": "q"}, "A turn needs `role`"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "with a `name` and `arguments`"),
         ({"role": "assistant", "tool_calls": ["add"]}, "with a `name` and `arguments`"),
@@ -135,11 +141,12 @@ def test_nothing_to_answer():
 
 @pytest.mark.parametrize("source", ["prompt", "messages"])
 @pytest.mark.parametrize("text", [False, True])
-def test_tools_of_the_system_message(source, text):
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_tools_of_the_system_message(source, text, role):
     tools = json.dumps([ADD]) if text else [ADD]
-    row = {source: [{"role": "system", "content": "s", "tools": tools}, USER]}
+    row = {source: [{"role": role, "content": "s", "tools": tools}, USER]}
     made = prompt_row(row)
-    assert made["prompt"] == [{"role": "system", "content": "s"}, USER]
+    assert made["prompt"] == [{"role": role, "content": "s"}, USER]
     assert declared_tools(made["tools"]) == [NESTED]
     assert prompt_row({**row, "tools": []})["tools"] == []  # the column counts
 
@@ -299,3 +306,64 @@ def test_a_rollout_func_sees_the_rows_tools(tmp_path):
     for prompt, _, hint in rows_of(trainer):
         assert prompt.split("<|user|>")[0] == hint.split("<|user|>")[0]
         assert ("in this row's words" in prompt) == ("task 0" in prompt)
+
+
+class Yard(Room):
+    """Another environment, with a tool of its own."""
+
+    def dig(self) -> str:
+        """Dig."""
+        return "a bone"
+
+
+def test_a_tool_of_another_environment_is_refused(tmp_path):
+    data = Dataset.from_list([{"prompt": [USER], "environment": name, "tools": ["dig"]} for name in ("yard", "room")])
+    trainer = make(tmp_path, data=data, trainer_environment_factory={"room": Room, "yard": Yard})
+    with pytest.raises(
+        ValueError, match=r"Row 4 of the batch declares the tool 'dig', which nothing runs.*jump, look"
+    ):
+        tiny.micro_batches(trainer)
+
+
+def test_a_name_without_a_schema_is_refused_where_a_function_of_the_users_acts(tmp_path):
+    data = Dataset.from_list([{"prompt": [USER], "tools": ["foo"]}] * 2)
+    with pytest.raises(ValueError, match="declares the tool 'foo' by its name alone"):
+        tiny.micro_batches(make(tmp_path, data=data, trainer_rollout_func=tiny.scripted(["ok$"])))
+
+
+def test_only_the_declared_tools_run_without_distillation_too(tmp_path):
+    """What is compared with GRPO has the same tools."""
+    trainer = make(
+        tmp_path, [[call("add", a=1, b=2) + "$", "done$"]], tiny.even_length, data=mixed_rows(),
+        trainer_tools=[add, double], per_device_train_batch_size=16, distillation_weight=0.0,
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    for i in range(16):
+        prompt, answer = (trainer._tokenizer.decode(inputs[f"{name}_ids"][i]) for name in ("prompt", "completion"))
+        task = int(prompt.split("task ")[1][0])
+        assert ("<|tool|>3<|end|>" in answer) == (task in (0, 3)) and ("Tool add not found" in answer) == (
+            task in (1, 2)
+        )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_with_and_without_tools_of_their_system_message(tmp_path, first):
+    """Also where reward and feedback functions take all columns of the rows."""
+    system = {"from": "system", "value": "s", "tools": json.dumps([ADD])}
+    talks = [[system, {"from": "human", "value": "task 0"}], [{"from": "human", "value": "task 1"}]]
+    data = Dataset.from_list([{"conversations": talks[first]}, {"conversations": talks[1 - first]}])
+    seen = []
+
+    def judge(prompts, completions, rewards, tools, **columns):
+        seen.extend(tools)
+        return ["wrong"] * len(prompts)
+
+    trainer = make(
+        tmp_path, [[call("double", a=5) + "$", "done$"]], tiny.never, data=data, trainer_tools=[add, double],
+        trainer_feedback_func=judge,
+    )  # fmt: skip
+    for prompt, parts, hint in rows_of(trainer):
+        told = "task 0" in prompt
+        assert ("in this row's words" in prompt) == ("in this row's words" in hint) == told
+        assert ("Tool double not found" in parts[1][1]) == told and ("<|tool|>10<|end|>" in parts[1][1]) != told
+    assert sum(tools is None for tools in seen) == 4

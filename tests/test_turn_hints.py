@@ -239,7 +239,7 @@ def test_plain_texts_with_a_mask_of_their_own(tmp_path):
 
 def test_no_room_for_a_hint_is_an_error(tmp_path):
     trainer = make(tmp_path, THREE, tiny.never, trainer_tools=[add], max_reprompt_len=80, **told((1, "x" * 500)))
-    with pytest.raises(ValueError, match=r"prompt of row 0 leaves no room for its feedback per turn.*80 tokens"):
+    with pytest.raises(ValueError, match=r"prompt of row 0 leaves no room for its feedback per turn.*tokens are left"):
         tiny.micro_batches(trainer)
 
 
@@ -322,8 +322,7 @@ def test_a_user_turn_in_known_templates(template, turn, header):
         SimpleNamespace(
             _tokenizer=tokenizer, chat_template=None, chat_template_kwargs={}, args=args,
             _rollouts=SimpleNamespace(prompts=[[]]),
-        ),
-        budget=99,
+        )
     )  # fmt: skip
     if turn is None:
         with pytest.raises(ValueError, match="no place for a user turn within a rollout"):
@@ -374,3 +373,37 @@ def test_a_rollout_under_qwen3s_own_template(tmp_path):
 def turns_of(ids, active):
     index = turn_index(active[None])[0]
     return [ids[index == turn] for turn in range(int(index.max()) + 1)]
+
+
+def chosen(hint, **options):
+    """What the teacher of the first row reads if a subclass chooses this hint, and the trainer and its inputs."""
+
+    def build(folder):
+        trainer = make(folder, THREE, tiny.never, trainer_tools=[add], **options)
+        trainer.choose_hints = lambda hints, rollouts, success: [hint] * len(hints)
+        (inputs,) = tiny.micro_batches(trainer)
+        return trainer, inputs
+
+    return build
+
+
+def test_texts_on_one_turn_are_joined_and_the_first_turns_stand_in_the_prompt(tmp_path):
+    """From a subclass, as from the other sources."""
+    hint = Hint(turns=((1, "carry"), (0, "start small"), (1, "the one")), hinted=(1, 0))
+    trainer, inputs = chosen(hint, distillation_span="hinted_turn")(tmp_path)
+    prompt, rest = reads(trainer, inputs, 0).split(FIRST, 1)
+    assert "earlier attempt:\n\nstart small\n\n" in prompt
+    assert "<|user|>carry\n\nthe one<|end|><|assistant|>" in rest
+    turns = turn_index(trainer._loss_mask(inputs))
+    assert torch.equal(trainer._active(inputs), (turns == 0) | (turns == 1))
+
+
+def test_a_hint_for_a_turn_of_a_masked_rollout_is_nothing(tmp_path):
+    trainer = make(
+        tmp_path, [[FIRST + "$", "do"], [FIRST + "$", "done$"]], tiny.never, trainer_tools=[add],
+        mask_truncated_completions=True, distillation_span="hinted_turn",
+    )  # fmt: skip
+    trainer.choose_hints = lambda hints, rollouts, success: [Hint(turns=((1, "carry"),), hinted=(1,))] * len(hints)
+    (inputs,) = tiny.micro_batches(trainer)
+    active = trainer._active(inputs)
+    assert active.any(dim=1).sum() == 4 and active.sum() == 4 * len("doneE")

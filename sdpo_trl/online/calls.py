@@ -18,7 +18,7 @@ from transformers.utils import get_json_schema
 from trl.chat_template_utils import add_response_schema, parse_response, supports_tool_calling
 
 from ..reprompt import message_text, well_formed
-from ..tool_calls import INVALID_CALL, ResponseReader, nested_calls, no_exit
+from ..tool_calls import INVALID_CALL, ResponseReader, as_error, nested_calls
 from .records import Call, Message, Observation
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class ToolSet:
         if fault is not None:
             return Observation(call, f"Error: {fault}", ok=False)
         try:
-            with no_exit():
+            with as_error():
                 result = self.functions[call.name](**call.arguments)
                 if inspect.iscoroutine(result):
                     result = _awaited(result)
@@ -92,7 +92,7 @@ def _awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 def _as_text(result: Any) -> str:
     """JSON, or Python's own way to write what JSON has no form for."""
     try:
-        return json.dumps(result, default=str)
+        return json.dumps(result, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError):
         return str(result)
 
