@@ -42,6 +42,7 @@ class AgentTrainer(GuardedTrainer):
     _distills: bool
     _batch_tools: "list[list[Any] | None] | None" = None  # what each row of the batch declares
     _reader: ResponseReader | None = None
+    _cut_from: int | None = None  # as many tokens without an end are a turn that a limit cut
     _agent_metrics: AgentMetrics
     _masks_context: bool = False  # a `rollout_func` has told its own tokens from others, on some process
 
@@ -69,7 +70,10 @@ class AgentTrainer(GuardedTrainer):
             )
         if self.tools:
             self._reader = ResponseReader(self._tokenizer, self.eos_token_ids)
-            self._reader.limit = limit
+            # Where nothing but an end token ends a turn, one without it was cut.
+            stops = {"stop", "stop_strings", "stop_token_ids"} & (self.args.generation_kwargs or {}).keys()
+            self._cut_from = limit if stops else 0
+            self._reader.limit = self._cut_from
         self._agent_metrics = AgentMetrics(self.accelerator, [tool.__name__ for tool in self.tools])
 
     # Rows
@@ -221,7 +225,7 @@ class AgentTrainer(GuardedTrainer):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         if self._reader is not None:
-            self._reader.limit = self.args.max_turn_length
+            self._reader.limit = self._cut_from
         with self._within_positions(prompt_ids) if self._distills else nullcontext():
             return super()._generate_single_turn(
                 prompt_ids, images, multimodal_fields, num_generations, has_tool_images
@@ -256,8 +260,8 @@ class AgentTrainer(GuardedTrainer):
             f"A prompt of {longest} tokens leaves {positions - longest} of the model's {positions} positions, so all "
             "answers that are generated with it end there."
         )
-        if self._reader is not None:
-            self._reader.limit = positions - longest  # a turn that is cut there has no end, so nothing can follow it
+        if self._reader is not None and self._cut_from != 0:
+            self._reader.limit = positions - longest
         with attribute(self.generation_config, "max_new_tokens", positions - longest):
             yield
 

@@ -124,7 +124,7 @@ class ResponseReader:
         end_ids (`Sequence[int]`): The tokens that end a turn.
 
     Attributes:
-        limit (`int`, *optional*): Tokens that the turns to read could have.
+        limit (`int`, *optional*): A turn of as many tokens that has no end was cut.
     """
 
     limit: int | None = None

@@ -631,6 +631,39 @@ def test_generation_ends_with_the_models_positions(tmp_path, caplog):
     assert torch.equal(trainer._active(inputs), inputs["completion_mask"].bool())
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_turn_that_the_whole_length_cuts_calls_nothing(tmp_path, turn):
+    """Its call is whole, but nobody could read the reply: the tool is not run either."""
+    ran = []
+
+    def note(at: str) -> str:
+        """
+        Note it.
+
+        Args:
+            at: What.
+        """
+        ran.append(at)
+        return "ok"
+
+    first, last = call("note", at="a") + "$", call("note", at="b")
+    scripts = [[first] * turn + [last]]
+    room = len(last) + turn * (len(first) + len("TokEA"))
+    trainer = make(tmp_path, scripts, trainer_tools=[note], max_completion_length=room)
+    for _, parts, _ in rows_of(trainer):
+        assert parts[-1] == (True, last)
+    assert ran == ["a"] * 8 * turn and trainer._call_count == 8 * turn
+
+
+@pytest.mark.parametrize("stop", [None, ["</tool_call>"]])
+def test_a_turn_may_end_at_a_stop_string(tmp_path, stop):
+    """Then it has no end token, and calls all the same."""
+    options = {} if stop is None else {"generation_kwargs": {"stop_strings": stop}}
+    trainer = make(tmp_path, [[call("add", a=1, b=2), "done$"]], trainer_tools=[add], **options)
+    for _, parts, _ in rows_of(trainer):
+        assert len(parts) == (1 if stop is None else 3)
+
+
 def test_a_turn_that_the_positions_cut_calls_nothing(tmp_path):
     """The longest row of a batch limits all; the call of a shorter one is whole, but its turn has no end."""
     data = tiny.prompts(2, chat=True).to_list()
