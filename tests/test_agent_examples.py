@@ -468,7 +468,7 @@ def test_the_on_policy_student_learns_about_as_much_as_fresh_trajectories_teach(
     table = agent_distillation.main(["--seed", str(seed), "--output_dir", str(tmp_path)])["table"]
     accuracy = {name: row["accuracy"] for name, row in table.items()}
     assert accuracy["student, on-policy"] >= accuracy["student before"] + 0.25
-    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"] - 0.05  # two standard errors
+    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"] - 0.05  # of 512 answers each
 
 
 @pytest.mark.slow
