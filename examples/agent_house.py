@@ -27,7 +27,7 @@ def build_tokenizer():
 
 
 def build_model(tokenizer, seed: int):
-    """A small Llama. Smaller random weights take longer to learn to look things up; larger ones are slow to change."""
+    """A small Llama. Smaller random weights take longer to learn to look things up, larger ones learned less later on."""
     return agent_model.build_model(tokenizer, seed, spread=0.04)
 
 
