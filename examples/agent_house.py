@@ -27,7 +27,7 @@ def build_tokenizer():
 
 
 def build_model(tokenizer, seed: int):
-    """A small Llama. Smaller random weights take longer to learn to look things up, larger ones learned less later on."""
+    """A small Llama. Smaller random weights take longer to learn to look things up, larger ones learned less then."""
     return agent_model.build_model(tokenizer, seed, spread=0.04)
 
 
