@@ -2,13 +2,15 @@
 
     python examples/agent_distillation.py --seed 0
 
-Offline, two CPU cores, minutes. A small Llama is taught to answer questions with three tools (`agent_desk.py`): the
-teacher. The student is the same model after it has learned from somebody careless, who leaves out steps and takes any
-unit. It acts for itself, and each of its tokens, in every turn, is distilled towards what the teacher would have
-written there (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on
-trajectories that the teacher wrote beforehand for the same questions, each another sample (TRL's `SFTTrainer`). Both
-are trained with each of the same learning rates, and the one that does best on a validation split counts. All are
-asked the same held-out questions. Writes `results.json` to `--output_dir`, with the student, and prints a table.
+Offline, two CPU cores, minutes. A small Llama learns to answer questions with three tools (`agent_zones.py`): the
+student. It knows no city's zone, guesses, and gives up after most errors. The teacher is the same model after it has
+learned all zones and not to give up; it hardly ever makes the student's mistakes. The student acts for itself, and
+each of its tokens, in every turn, is distilled towards what the teacher would have written there
+(`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on trajectories that the
+teacher wrote beforehand for the same questions, each another sample (TRL's `SFTTrainer`). Both are trained with each
+of the same learning rates, and the one that does best on validation questions counts. All are asked the same held-out
+questions. They are about cities that no question of the training names, so that their zones cannot be learned. Writes
+`results.json` to `--output_dir`, with the student, and prints a table.
 
 Real models, whose chat template has to know tools, and which are not taught anything first (with `HF_HUB_OFFLINE=0`):
 `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true
@@ -34,6 +36,7 @@ import agent_desk as desk
 import agent_model
 import agent_run
 import agent_tools
+import agent_zones
 import torch
 from datasets import Dataset
 from tiny_llama import Row
@@ -50,7 +53,9 @@ from trl import SFTConfig, SFTTrainer, TrlParser
 from sdpo_trl import SDPOConfig
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
-            "distillation_alpha": 0.0, "max_steps": 60, "num_generations": 1}  # fmt: skip
+            "distillation_alpha": 0.0, "max_steps": 40, "num_generations": 1,
+            "max_completion_length": agent_zones.MAX_COMPLETION_LENGTH}  # fmt: skip
+TRAINED_ON, VALIDATION, HELD_OUT = 24, 8, 16  # cities
 Build = Callable[[], PreTrainedModel]  # a model as it is before any training; a trainer keeps what it is given
 
 
@@ -59,14 +64,11 @@ class DistillationArguments:
     model: str | None = field(default=None, metadata={"help": "The student: a folder or a name. None: a tiny Llama."})
     teacher_model: str | None = field(default=None, metadata={"help": "The teacher, where `--model` is given."})
     prompts: int = field(default=96, metadata={"help": "Questions that are trained on."})
-    held_out: int = field(default=128, metadata={"help": "Questions that are only asked at the end."})
-    teacher_steps: int = field(default=350, metadata={"help": "Warm start of the tiny teacher."})
-    student_steps: int = field(default=100, metadata={"help": "Steps that make a careless student of the teacher."})
-    samples: int = field(default=4, metadata={"help": "Answers to each held-out question."})
-    validation: int = field(
-        default=64,
-        metadata={"help": "Further questions, which choose the learning rates. The warm start may have shown them."},
-    )
+    held_out: int = field(default=64, metadata={"help": "Questions about further cities, asked at the end."})
+    validation: int = field(default=32, metadata={"help": "About further cities still: these choose the rates."})
+    student_steps: int = field(default=1000, metadata={"help": "Warm start of the tiny student."})
+    teacher_steps: int = field(default=400, metadata={"help": "What the tiny teacher learns further."})
+    samples: int = field(default=8, metadata={"help": "Answers to each held-out and validation question."})
     learning_rates: list[float] = field(
         default_factory=lambda: [2.5e-4, 5e-4, 1e-3],
         metadata={"help": "Both ways of training run with each, in place of `learning_rate`."},
@@ -79,31 +81,35 @@ class DistillationArguments:
             raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
 
 
-def build_models(options: DistillationArguments, tasks: list[desk.Task], seed: int) -> tuple[Any, Build, Build]:
-    """`(tokenizer, student, teacher)`: loaded, or built and warm-started on questions that are not held out."""
+def build_models(options: DistillationArguments, unseen: list[desk.Task], seed: int) -> tuple[Any, Build, Build]:
+    """`(tokenizer, student, teacher)`: loaded, or built and warm-started on questions other than the `unseen`."""
     if options.model is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
         return tokenizer, *(
             lambda name=name: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
             for name in (options.model, options.teacher_model)
         )
-    tokenizer, rng = agent_model.build_tokenizer(), random.Random(seed)
-    by_kind = {kind: [task for task in tasks if task.kind == kind] for kind in desk.KINDS}
+    tokenizer, rng = agent_model.build_tokenizer(agent_zones.WORDS), random.Random(seed)
+    names = {task.question for task in unseen}
+    tasks = [task for task in agent_zones.questions(list(agent_tools.ZONE_OF)) if task.question not in names]
+    by_kind = [[task for task in tasks if task.kind == kind] for kind in agent_zones.KINDS]
 
-    def talks(told: Callable[[desk.Task], desk.Conversation], steps: int) -> list[desk.Conversation]:
-        return [told(rng.choice(by_kind[rng.choice(desk.KINDS)])) for _ in range(min(4000, 32 * steps))]
+    def taught(model: Any, told: Callable[[desk.Task], desk.Conversation], steps: int, rate: float) -> Any:
+        talks = [told(rng.choice(rng.choice(by_kind))) for _ in range(min(6000, 32 * steps))]
+        agent_model.warm_start(
+            model, tokenizer, talks, seed, steps=steps, learning_rate=rate, tools=agent_tools.ZONE_TOOLS
+        )
+        return model
 
-    teacher = agent_model.build_model(tokenizer, seed)
-    solved = talks(lambda task: desk.solved(task, rng, slip_rate=0.1), options.teacher_steps)
-    agent_model.warm_start(teacher, tokenizer, solved, seed, steps=options.teacher_steps)
-    student = copy.deepcopy(teacher)
-    careless = talks(lambda task: desk.careless(task, rng), options.student_steps)
-    agent_model.warm_start(student, tokenizer, careless, seed, steps=options.student_steps, learning_rate=1e-3)
+    student = agent_model.build_model(tokenizer, seed, spread=0.04)
+    taught(student, lambda task: agent_zones.gives_up(task, rng), options.student_steps, 3e-3)
+    teacher = copy.deepcopy(student)
+    taught(teacher, lambda task: agent_zones.solved(task, rng, slip_rate=0.15), options.teacher_steps, 1e-3)
     return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
 
 
 def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
-    told = [{"role": "system", "content": desk.SYSTEM}] if system else []
+    told = [{"role": "system", "content": agent_zones.SYSTEM}] if system else []
     return Dataset.from_list(
         [{"prompt": [*told, {"role": "user", "content": task.question}], "answer": task.answer} for task in tasks]
     )
@@ -123,7 +129,7 @@ def act(
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=tokenizer,
-        tools=agent_tools.TOOLS,
+        tools=agent_tools.ZONE_TOOLS,
     )
     evaluator.remove_callback(PrinterCallback)
     return desk.summary(evaluator.evaluate(), rewards), evaluator.read
@@ -142,7 +148,7 @@ def distil(
     args.learning_rate = rate
     with desk.Phase() as phase:
         trainer = agent_run.RecordingTrainer(
-            student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=agent_tools.TOOLS,
+            student(), None, args, train_dataset=rows, processing_class=tokenizer, tools=agent_tools.ZONE_TOOLS,
             teacher_model=teacher(),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -203,10 +209,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             f"This example has `teacher_context='none'`, not {args.teacher_context!r}: no feedback is there."
         )
     agent_run.prepare(args)
-    rest, held_out = desk.split(desk.all_tasks(), options.held_out, random.Random(args.seed))
-    left, own = desk.split(rest, options.prompts, random.Random(args.seed + 1))
-    validation = desk.split(left, options.validation, random.Random(args.seed + 2))[1]
-    tokenizer, student, teacher = build_models(options, rest, args.seed)
+    rng = random.Random(args.seed)
+    groups = agent_zones.deal((TRAINED_ON, VALIDATION, HELD_OUT), rng)
+    own, validation, held_out = (
+        agent_zones.choose(cities, getattr(options, name), name, rng)
+        for cities, name in zip(groups, ("prompts", "validation", "held_out"), strict=True)
+    )
+    tokenizer, student, teacher = build_models(options, validation + held_out, args.seed)
     system = options.model is not None
     asked, chosen_on = (rows_of(tasks * options.samples, system) for tasks in (held_out, validation))
     trained_on = rows_of(own, system)

@@ -3,11 +3,11 @@
 import random
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tiny_llama
 from agent_desk import Conversation
-from agent_tools import BY_NAME, CELSIUS, OPERATIONS, TOOLS, UNITS
+from agent_tools import CELSIUS, OPERATIONS, TOOLS, UNITS
 from tiny_llama import Row
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -18,8 +18,8 @@ ROLES = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 # What a call is made of besides its words, a token each, so that a call is short.
 CALL_PARTS = ['<tool_call>{"name": "', '", "arguments": {"', '": "', '", "', '"}}</tool_call>', "{'error': '", "'}"]
 WORDS = [
-    *BY_NAME, "city", "quantity", "unit", "expression", *CELSIUS, *UNITS, *OPERATIONS.values(), "in", "no", "wrong",
-    "tool", "missing", "step",
+    *(tool.__name__ for tool in TOOLS), "city", "quantity", "unit", "expression", *CELSIUS, *UNITS,
+    *OPERATIONS.values(), "in", "no", "wrong", "tool", "missing", "step",
 ]  # fmt: skip
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for t in tools %}{{ t['function']['name'] }}{{ ' ' if not loop.last }}{% endfor %}"
@@ -69,12 +69,14 @@ def build_model(
     )
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[Row]:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], tools: Sequence[Callable] = TOOLS
+) -> list[Row]:
     """Token ids and labels of each conversation; labels are -100 outside the assistant's turns, and in slips."""
     rows = []
     for conversation in conversations:
         encoded = tokenizer.apply_chat_template(
-            conversation.messages, tools=TOOLS, return_dict=True, return_assistant_tokens_mask=True
+            conversation.messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
         )
         turn, before, labels = -1, 0, []
         for token, own in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
@@ -94,9 +96,10 @@ def warm_start(
     steps: int,
     batch_size: int = 32,
     learning_rate: float = 3e-3,
+    tools: Sequence[Callable] = TOOLS,
 ) -> None:
     """Teach the model, in place, to go on as the assistant does in these conversations."""
-    rows, rng = encode(tokenizer, conversations), random.Random(seed)
+    rows, rng = encode(tokenizer, conversations, tools), random.Random(seed)
 
     def draw() -> list[Row]:
         return sorted(rng.sample(rows, batch_size), key=lambda row: len(row[0]))

@@ -1,4 +1,4 @@
-"""Three local tools, with nothing random in them: a weather table, a unit converter and a calculator.
+"""Local tools, nothing random in them: a weather table with zones and one without, a unit converter, a calculator.
 
 A tool that gets nonsense raises, and the student reads why.
 """
@@ -7,7 +7,7 @@ import ast
 import operator
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -17,6 +17,15 @@ CELSIUS = {
     "accra": 35, "minsk": 5, "dakar": 30, "seoul": 15, "hanoi": 25, "sofia": 20, "doha": 40, "riga": 5, "kyoto": 15,
     "perth": 20, "malmo": 10, "baku": 20, "oran": 25, "cork": 10, "turin": 15,
 }  # fmt: skip
+# The other weather table asks for a city's zone too, which nobody can tell from the city's name.
+ZONES = {
+    "red": "rome quito doha oran porto pisa york kiel", "blue": "oslo tunis riga cork faro nice bath lyon",
+    "amber": "cairo bern kyoto turin vigo bonn leeds brno", "white": "lima accra perth graz cadiz ulm derby sofia",
+    "black": "delhi minsk malmo split genoa lille turku seoul",
+    "green": "paris dakar baku hanoi varna narva tartu bari",
+}  # fmt: skip
+ZONE_OF = {city: zone for zone, cities in ZONES.items() for city in cities.split()}
+ZONE_CELSIUS = {city: 5 * (1 + number * 5 % 8) for number, city in enumerate(ZONE_OF)}
 # Each unit as `(dimension, factor, offset)` of the dimension's first: a value is `base * factor + offset`.
 UNITS = {
     "C": ("temperature", Fraction(1), 0), "F": ("temperature", Fraction(9, 5), 32),
@@ -50,6 +59,29 @@ def weather(city: str) -> str:
     if str(city) not in CELSIUS:  # a model may give anything that JSON can hold
         raise ValueError(f"no city {city}")
     return f"{CELSIUS[city]}C"
+
+
+def measure(city: str, zone: str) -> str:
+    """
+    Measure today's temperature.
+
+    Args:
+        city: The name of a city, in lower case.
+        zone: The zone that the city belongs to: red, blue, amber, white, black or green.
+
+    Returns:
+        The temperature in degrees Celsius, for example `15C`; for another zone, an error that says the right one.
+    """
+    return measure_where(ZONE_OF, city, zone)
+
+
+def measure_where(zone_of: Mapping[str, str], city: str, zone: str) -> str:
+    """`measure`, with any zone for each city."""
+    if str(city) not in zone_of:
+        raise ValueError(f"no city {city}")
+    if zone != zone_of[city]:
+        raise ValueError(f"{city} is {zone_of[city]}")
+    return f"{ZONE_CELSIUS[city]}C"
 
 
 def convert(quantity: str, unit: str) -> str:
@@ -104,7 +136,8 @@ def _value(node: ast.AST) -> Fraction:
 
 
 TOOLS: list[Callable[..., str]] = [weather, convert, calculate]
-BY_NAME = {tool.__name__: tool for tool in TOOLS}
+ZONE_TOOLS: list[Callable[..., str]] = [measure, convert, calculate]
+BY_NAME: dict[str, Callable[..., str]] = {tool.__name__: tool for tool in (*TOOLS, measure)}
 
 
 @dataclass(frozen=True)
@@ -114,10 +147,10 @@ class Call:
     name: str
     arguments: tuple[tuple[str, str], ...]
 
-    def run(self) -> str:
+    def run(self, tools: Mapping[str, Callable[..., str]] = BY_NAME) -> str:
         """What the student reads: the reply, or the error as TRL shows it."""
         try:
-            return BY_NAME[self.name](**dict(self.arguments))
+            return tools[self.name](**dict(self.arguments))
         except ValueError as error:
             return str({"error": str(error)})
 
@@ -128,6 +161,10 @@ class Call:
 
 def look_up(city: str) -> Call:
     return Call("weather", (("city", city),))
+
+
+def look_up_in(city: str, zone: str) -> Call:
+    return Call("measure", (("city", city), ("zone", zone)))
 
 
 def to_unit(quantity: str, unit: str) -> Call:

@@ -62,8 +62,8 @@ def warm_start(
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, learning_rate, total_steps=steps, pct_start=0.1, cycle_momentum=False
-    )
+        optimizer, learning_rate, total_steps=max(steps, 11), pct_start=0.1, cycle_momentum=False
+    )  # it divides by zero where a tenth of the steps is one
     model.train()
     total = 0.0
     progress = tqdm(range(steps), desc="warm start", disable=None)

@@ -14,6 +14,7 @@ import agent_house
 import agent_model
 import agent_run
 import agent_tools
+import agent_zones
 import pytest
 import tiny
 import torch
@@ -72,23 +73,71 @@ def test_nonsense_is_refused(call):
         call()
 
 
-def test_every_question_has_its_answer_and_no_held_out_one_is_trained_on():
-    tasks = desk.all_tasks()
+def test_a_zone_has_to_be_right_and_the_error_says_it():
+    assert len(agent_tools.ZONE_OF) == 48
+    assert {len(cities.split()) for cities in agent_tools.ZONES.values()} == {8}
+    assert agent_tools.measure("rome", "red") == f"{agent_tools.ZONE_CELSIUS['rome']}C"
+    for arguments, said in (
+        (("rome", "blue"), "rome is red"), (("oslo", ["blue"]), "oslo is blue"), (("atlantis", "red"), "no city"),
+        ((["rome"], "red"), "no city"), (("rome", ""), "rome is red"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            agent_tools.measure(*arguments)
+
+
+def test_every_question_has_its_answer_and_the_groups_of_cities_share_none():
+    tasks = agent_zones.questions(list(agent_tools.ZONE_OF))
     assert len({task.question for task in tasks}) == len(tasks)
     assert not any("error" in task.answer for task in tasks)
-    assert {task.answer for task in tasks if task.question == "rome in F times 2"} == {"154"}
-    rest, held_out = desk.split(tasks, 40, random.Random(0))
-    assert [sum(task.kind == kind for task in held_out) for kind in desk.KINDS] == [10] * 4
-    assert not {task.question for task in rest} & {task.question for task in held_out}
+    (answer,) = [task.answer for task in tasks if task.question == "rome in F times 2"]
+    celsius = agent_tools.ZONE_CELSIUS["rome"]
+    assert answer == str((celsius * 9 // 5 + 32) * 2)
+    groups = agent_zones.deal((24, 8, 16), random.Random(0))
+    assert [len(group) for group in groups] == [24, 8, 16]
+    assert sorted(city for group in groups for city in group) == sorted(agent_tools.ZONE_OF)
+    chosen = agent_zones.choose(groups[2], 40, "held_out", random.Random(0))
+    assert [sum(task.kind == kind for task in chosen) for kind in agent_zones.KINDS] == [10] * 4
+    assert {city for task in chosen for city in agent_zones.asked_about(task)} <= set(groups[2])
+    assert len({task.question for task in chosen}) == 40
 
 
-@pytest.mark.parametrize("build", [agent_model.build_tokenizer, agent_house.build_tokenizer])
-def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(build):
+def test_the_models_are_not_taught_the_questions_of_the_table(tmp_path, monkeypatch):
+    taught, asked = [], []
+    encode, rows_of = agent_model.encode, agent_distillation.rows_of
+    monkeypatch.setattr(
+        agent_model, "encode", lambda tokenizer, talks, tools: taught.extend(talks) or encode(tokenizer, talks, tools)
+    )
+    monkeypatch.setattr(
+        agent_distillation, "rows_of", lambda tasks, system: asked.append(tasks) or rows_of(tasks, system)
+    )
+    few(agent_distillation, tmp_path, "--student_steps 40 --teacher_steps 40 --max_steps 1")
+    names = {talk.messages[0]["content"].rpartition("; ")[2] for talk in taught}
+    held_out, validation = asked[:2]
+    assert len(taught) == 2 * 32 * 40
+    assert not names & {task.question for task in (*held_out, *validation)}
+    cities = [{city for task in tasks for city in agent_zones.asked_about(task)} for tasks in asked]
+    assert not (cities[0] & cities[1] or cities[0] & cities[2] or cities[1] & cities[2])
+
+
+def some_talks(count):
+    """Conversations of everybody in the examples, each with its tools."""
+    rng, house = random.Random(0), agent_house.houses(0)
+    tasks = rng.sample(agent_zones.questions(list(agent_tools.ZONE_OF)), count)
+    return [
+        (lambda: agent_model.build_tokenizer(agent_zones.WORDS), agent_tools.ZONE_TOOLS,
+         [agent_zones.solved(task, rng, slip_rate=0.3) for task in tasks]),
+        (lambda: agent_model.build_tokenizer(agent_zones.WORDS), agent_tools.ZONE_TOOLS,
+         [agent_zones.gives_up(task, rng) for task in tasks]),
+        (agent_house.build_tokenizer, agent_tools.TOOLS, agent_house.warm_start_talks(house, count, rng)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(kind):
+    build, tools, talks = some_talks(30)[kind]
     tokenizer = build()
-    rng = random.Random(0)
-    talks = [desk.solved(task, rng, slip_rate=0.3) for task in rng.sample(desk.all_tasks(), 30)]
-    for talk, (ids, labels) in zip(talks, agent_model.encode(tokenizer, talks), strict=True):
-        text = tokenizer.apply_chat_template(talk.messages, tools=agent_tools.TOOLS, tokenize=False)
+    for talk, (ids, labels) in zip(talks, agent_model.encode(tokenizer, talks, tools), strict=True):
+        text = tokenizer.apply_chat_template(talk.messages, tools=tools, tokenize=False)
         assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
         turns = [message for message in talk.messages if message["role"] == "assistant"]
         learned = [turn for number, turn in enumerate(turns) if number not in talk.slips]
@@ -99,14 +148,30 @@ def test_the_tokenizer_reads_back_what_it_wrote_and_marks_the_assistants_turns(b
             assert read.get("tool_calls") == turn.get("tool_calls") and read.get("content", "") == turn["content"]
 
 
-def test_the_careless_answer_in_the_end_with_what_they_saw():
+def test_the_teacher_gets_over_its_slips_and_the_student_mostly_gives_up():
     rng = random.Random(0)
-    right = []
-    for task in rng.sample(desk.all_tasks(), 200):
-        talk = desk.careless(task, rng)
-        assert "error" not in str(talk.messages)
-        right.append(desk.is_right(talk.messages[1:], task.answer))
-    assert 0.1 < sum(right) / len(right) < 0.5
+    tasks = rng.sample(agent_zones.questions(list(agent_tools.ZONE_OF)), 400)
+    for task in tasks[:100]:
+        talk = agent_zones.solved(task, rng, slip_rate=0.3)
+        assert desk.is_right(talk.messages[1:], task.answer)
+    assert all("error" not in str(agent_zones.solved(task, rng).messages) for task in tasks[:20])
+    ends = {True: [], False: []}  # told, or not
+    for task in tasks:
+        talk = agent_zones.gives_up(task, rng)
+        told = ";" in talk.messages[0]["content"]
+        ends[told].append(desk.is_right(talk.messages[1:], task.answer))
+        failed = "error" in str(talk.messages)
+        assert not (told and failed)
+        assert ends[told][-1] or (failed and talk.messages[-1]["content"] == "no" and talk.turns == 2)
+    assert all(ends[True]) and 0.2 < sum(ends[False]) / len(ends[False]) < 0.45
+    assert 0.3 < len(ends[True]) / len(tasks) < 0.5
+
+
+def test_elsewhere_a_city_has_another_zone_each_time():
+    rng = random.Random(0)
+    task = next(task for task in agent_zones.questions(["rome"]) if task.kind == "one step")
+    zones = {agent_zones.gives_up(task, rng, told=1.0).messages[0]["content"].split("; ")[0] for _ in range(200)}
+    assert zones == {f"rome is {zone}" for zone in agent_tools.ZONES}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +187,7 @@ def test_a_rollout_that_ends_in_a_call_has_no_answer():
     assert not desk.is_right([call], "77F") and not desk.is_right([], "77F")
 
 
+TASK = desk.chain("rome", "F", look_up=agent_zones.look_up)
 ORDER = agent_house.Order("rome", "F", "*2")
 RIGHT = [agent_tools.look_up("rome"), agent_tools.to_unit("25C", "F"), agent_tools.compute("77", "*2")]
 
@@ -181,14 +247,24 @@ def test_new_words_have_no_meaning_in_the_warm_start():
 
 
 def test_a_warm_start_learns_from_one_row_what_it_learns_from_the_same_row_twice():
-    tokenizer = agent_model.build_tokenizer()
-    talk = desk.solved(desk.chain("rome", "F"), random.Random(0))
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
+    talk = agent_zones.solved(TASK, random.Random(0))
     trained = []
     for count in (1, 2):
         trained.append(agent_model.build_model(tokenizer, 0, 16))
         agent_model.warm_start(trained[-1], tokenizer, [talk] * count, 0, steps=2, batch_size=count)
     for one, two in zip(*(model.parameters() for model in trained), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 10, 11])
+def test_a_warm_start_can_be_of_any_length(steps):
+    tokenizer = agent_model.build_tokenizer()
+    model = agent_model.build_model(tokenizer, 0, 16)
+    before = model.lm_head.weight.detach().clone()
+    talks = [agent_zones.solved(TASK, random.Random(0))]
+    agent_model.warm_start(model, tokenizer, talks, 0, steps=steps, batch_size=1)
+    assert not torch.equal(model.lm_head.weight, before)
 
 
 # A few steps of each
@@ -272,9 +348,10 @@ def few(example, folder, options=""):
         (agent_feedback, "--beta 0.1", "beta"),
         (agent_feedback, "--resume_from_checkpoint there", "resume_from_checkpoint"),
         (agent_distillation, "--resume_from_checkpoint there", "resume_from_checkpoint"),
-        (agent_distillation, "--held_out 5", "multiples of 4"),
-        (agent_distillation, "--validation 0", "multiples of 4"),
-        (agent_distillation, "--prompts 2", "multiples of 4"),
+        (agent_distillation, "--held_out 5", "multiple of 4"),
+        (agent_distillation, "--validation 0", "multiple of 4"),
+        (agent_distillation, "--prompts 2", "multiple of 4"),
+        (agent_distillation, "--validation 64", "asks for 16 questions of the kind 'one step'"),
         (agent_distillation, "--teacher_steps 0", "teacher_steps"),
         (agent_distillation, "--learning_rate 1e-3", "learning_rates"),
         (agent_distillation, "--learning_rates 0", "learning_rates"),
@@ -314,8 +391,8 @@ def test_the_accuracy_is_the_share_of_all_answers_also_where_batches_differ_in_s
         return given[-1]
 
     monkeypatch.setattr(desk, "right_answer", some)
-    tokenizer = agent_model.build_tokenizer()
-    rows = agent_distillation.rows_of(desk.all_tasks()[:8], False)
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
+    rows = agent_distillation.rows_of(agent_zones.questions(["rome", "oslo"])[:8], False)
     args = quick(
         agent_distillation, tmp_path, per_device_eval_batch_size=5, max_completion_length=4, dataloader_drop_last=True
     )
@@ -333,22 +410,22 @@ def test_no_call_is_no_share_of_calls():
 
 def test_a_recorded_rollout_is_what_was_sampled_and_nothing_else(tmp_path):
     """Replies are read and not learned; a turn that was cut has no end token, and a broken call stays as it was."""
-    tokenizer = agent_model.build_tokenizer()
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
     args = quick(agent_distillation, tmp_path, max_completion_length=400, num_generations=1)
-    rows = agent_distillation.rows_of([desk.chain("rome", "F")] * 8, False)
+    rows = agent_distillation.rows_of([TASK] * 8, False)
     trainer = agent_run.RecordingTrainer(
         agent_model.build_model(tokenizer, 0, 16), None, args, train_dataset=rows, processing_class=tokenizer,
-        tools=agent_tools.TOOLS, teacher_model=agent_model.build_model(tokenizer, 1, 16),
+        tools=agent_tools.ZONE_TOOLS, teacher_model=agent_model.build_model(tokenizer, 1, 16),
     )  # fmt: skip
-    call = f"<tool_call>{json.dumps(agent_tools.look_up('rome').message['function'])}</tool_call>"
+    call = f"<tool_call>{json.dumps(agent_zones.look_up('rome').message['function'])}</tool_call>"
     script = [call + "$", '<tool_call>{"name": oops</tool_call>$', "77"]
     (inputs,) = tiny.micro_batches(tiny.acting(trainer, [script]))
     trainer.compute_loss(trainer.model, inputs)
     assert len(trainer.read) == 8
     for ids, labels in trainer.read:
         text, end = tokenizer.decode(ids), agent_model.EOS
-        assert text.startswith("<|system|>weather convert calculate<|user|>rome in F<|assistant|><tool_call>")
-        assert "<|tool|>25C<|assistant|>" in text and text.endswith("<|assistant|>77")
+        assert text.startswith("<|system|>measure convert calculate<|user|>rome in F<|assistant|><tool_call>")
+        assert f"<|tool|>{TASK.turns[0][0].run()}<|assistant|>" in text and text.endswith("<|assistant|>77")
         assert tokenizer.decode([label for label in labels if label != -100]) == "".join(script).replace("$", end)
     learned = sum(label != -100 for _, labels in trainer.read for label in labels)
     assert agent_run.tokens_in(trainer.read) == learned > 0
@@ -356,10 +433,10 @@ def test_a_recorded_rollout_is_what_was_sampled_and_nothing_else(tmp_path):
 
 def test_fixed_data_is_sampled_anew_until_there_is_enough(tmp_path):
     """The trainers set the seed, so that a second round with the same one would repeat the first."""
-    tokenizer = agent_model.build_tokenizer()
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
     model = agent_model.build_model(tokenizer, 0, 16)
     args = quick(agent_distillation, tmp_path, max_completion_length=12)
-    rows = agent_distillation.rows_of(desk.all_tasks()[:4], False)
+    rows = agent_distillation.rows_of(agent_zones.questions(["rome", "oslo"])[:4], False)
     data = agent_distillation.write_down(lambda: model, tokenizer, args, rows, 150)
     assert len(data) > 10 and len({tuple(ids) for ids, _ in data}) == len(data)
     assert 0 <= agent_run.tokens_in(data) - 150 < 12
@@ -367,9 +444,9 @@ def test_fixed_data_is_sampled_anew_until_there_is_enough(tmp_path):
 
 
 def test_both_ways_of_training_have_the_same_options(tmp_path, monkeypatch):
-    tokenizer = agent_model.build_tokenizer()
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
     model = agent_model.build_model(tokenizer, 0, 16)
-    row = agent_model.encode(tokenizer, [desk.solved(desk.chain("rome", "F"), random.Random(0))])[0]
+    row = agent_model.encode(tokenizer, [agent_zones.solved(TASK, random.Random(0))])[0]
     args = quick(
         agent_distillation, tmp_path, adam_beta2=0.9, warmup_steps=3, weight_decay=0.2, lr_scheduler_type="cosine",
         optim="adafactor", num_generations=1, gradient_accumulation_steps=2, logging_steps=7,
@@ -464,11 +541,11 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_the_on_policy_student_learns_about_as_much_as_fresh_trajectories_teach(tmp_path, seed):
+def test_the_on_policy_student_learns_more_than_its_teachers_own_trajectories_teach(tmp_path, seed):
     table = agent_distillation.main(["--seed", str(seed), "--output_dir", str(tmp_path)])["table"]
     accuracy = {name: row["accuracy"] for name, row in table.items()}
     assert accuracy["student, on-policy"] >= accuracy["student before"] + 0.25
-    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"] - 0.05  # of 512 answers each
+    assert accuracy["student, on-policy"] >= accuracy["student, fixed data"]
 
 
 @pytest.mark.slow
