@@ -70,7 +70,7 @@ class DistillationArguments:
     teacher_steps: int = field(default=400, metadata={"help": "What the tiny teacher learns further."})
     samples: int = field(default=8, metadata={"help": "Answers to each held-out and validation question."})
     learning_rates: list[float] = field(
-        default_factory=lambda: [2.5e-4, 5e-4, 1e-3],
+        default_factory=lambda: [5e-4, 1e-3, 2e-3],
         metadata={"help": "Both ways of training run with each, in place of `learning_rate`."},
     )
 
@@ -81,31 +81,36 @@ class DistillationArguments:
             raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
 
 
-def build_models(options: DistillationArguments, unseen: list[desk.Task], seed: int) -> tuple[Any, Build, Build]:
+def build_models(
+    options: DistillationArguments, unseen: list[desk.Task], args: SDPOConfig
+) -> tuple[Any, Build, Build]:
     """`(tokenizer, student, teacher)`: loaded, or built and warm-started on questions other than the `unseen`."""
+
+    def load(name: str) -> Build:
+        return lambda: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+
     if options.model is not None:
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        return tokenizer, *(
-            lambda name=name: AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-            for name in (options.model, options.teacher_model)
-        )
+        return AutoTokenizer.from_pretrained(options.model), load(options.model), load(options.teacher_model)
+    seed = args.seed
     tokenizer, rng = agent_model.build_tokenizer(agent_zones.WORDS), random.Random(seed)
     names = {task.question for task in unseen}
     tasks = [task for task in agent_zones.questions(list(agent_tools.ZONE_OF)) if task.question not in names]
     by_kind = [[task for task in tasks if task.kind == kind] for kind in agent_zones.KINDS]
 
-    def taught(model: Any, told: Callable[[desk.Task], desk.Conversation], steps: int, rate: float) -> Any:
+    def taught(model: Any, told: Callable[[desk.Task], desk.Conversation], steps: int, rate: float) -> None:
         talks = [told(rng.choice(rng.choice(by_kind))) for _ in range(min(6000, 32 * steps))]
         agent_model.warm_start(
             model, tokenizer, talks, seed, steps=steps, learning_rate=rate, tools=agent_tools.ZONE_TOOLS
         )
-        return model
 
     student = agent_model.build_model(tokenizer, seed, spread=0.04)
     taught(student, lambda task: agent_zones.gives_up(task, rng), options.student_steps, 3e-3)
     teacher = copy.deepcopy(student)
     taught(teacher, lambda task: agent_zones.solved(task, rng, slip_rate=0.15), options.teacher_steps, 1e-3)
-    return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
+    folder = str(Path(args.output_dir, "teacher"))  # with its tokenizer, so that the trainer can compare the token ids
+    teacher.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer, lambda: copy.deepcopy(student), load(folder)
 
 
 def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
@@ -215,7 +220,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         agent_zones.choose(cities, getattr(options, name), name, rng)
         for cities, name in zip(groups, ("prompts", "validation", "held_out"), strict=True)
     )
-    tokenizer, student, teacher = build_models(options, validation + held_out, args.seed)
+    tokenizer, student, teacher = build_models(options, validation + held_out, args)
     system = options.model is not None
     asked, chosen_on = (rows_of(tasks * options.samples, system) for tasks in (held_out, validation))
     trained_on = rows_of(own, system)
