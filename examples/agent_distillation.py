@@ -110,7 +110,8 @@ def build_models(
     folder = str(Path(args.output_dir, "teacher"))  # with its tokenizer, so that the trainer can compare the token ids
     teacher.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return tokenizer, lambda: copy.deepcopy(student), load(folder)
+    teacher = load(folder)()
+    return tokenizer, lambda: copy.deepcopy(student), lambda: copy.deepcopy(teacher)
 
 
 def rows_of(tasks: list[desk.Task], system: bool) -> Dataset:
