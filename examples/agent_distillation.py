@@ -9,14 +9,15 @@ each of its tokens, in every turn, is distilled towards what the teacher would h
 (`teacher_context="none"`, no reward). The same student is also trained, for as many tokens, on trajectories that the
 teacher wrote beforehand for the same questions, each another sample (TRL's `SFTTrainer`). Both are trained with each
 of the same learning rates, and the one that does best on validation questions counts. All are asked the same held-out
-questions. They are about cities that no question of the training names, so that their zones cannot be learned. Writes
-`results.json` to `--output_dir`, with the student, and prints a table.
+questions. They are about cities that no question of these trainings names, so that their zones cannot be learned there
+(the teacher knows them; the student has seen these cities with any zone). Writes `results.json` and the student to
+`--output_dir`, the tiny teacher to `teacher` in it, and prints a table.
 
 Real models, whose chat template has to know tools, and which are not taught anything first (with `HF_HUB_OFFLINE=0`):
 `--model Qwen/Qwen3-0.6B --teacher_model Qwen/Qwen3-4B --use_cpu false --bf16 true
---learning_rates 1e-5 --max_completion_length 1024`. Every other option of SDPOConfig works too, for both ways of
-training where it is about training as such; but `--learning_rate` and `--resume_from_checkpoint` are refused. Each
-training writes to a folder of its own in `--output_dir`.
+--learning_rates 1e-5 --max_completion_length 1024`. Other options of SDPOConfig work too, for both ways of training
+where they are about training as such; those that would have no effect here are refused. Each training writes to a
+folder of its own in `--output_dir`.
 """
 
 import copy
@@ -79,6 +80,33 @@ class DistillationArguments:
         agent_run.check_rates("learning_rates", self.learning_rates)
         if (self.model is None) != (self.teacher_model is None):
             raise ValueError("`--model` and `--teacher_model` go together: a real student needs a real teacher.")
+
+
+def check(options: DistillationArguments, args: SDPOConfig) -> None:
+    """
+    Raises:
+        `ValueError`: If there is an option that cannot be used here.
+    """
+    if args.learning_rate != SDPOConfig.learning_rate:
+        raise ValueError("`--learning_rate` has no effect here: give `--learning_rates`, with one rate or several.")
+    if args.teacher_context != "none":
+        raise ValueError(
+            f"This example has `teacher_context='none'`, not {args.teacher_context!r}: no feedback is there."
+        )
+    if args.eval_strategy != "no" or args.eval_on_start:
+        raise ValueError(
+            "`--eval_strategy` and `--eval_on_start` cannot be used here: the trainings have no evaluation set, and "
+            "the models are asked after them."
+        )
+    for name in ("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix"):
+        if getattr(args, name) != getattr(SDPOConfig, name):
+            raise ValueError(f"`--{name}` has no effect here: it is for self-teachers, and this teacher is another.")
+    for name in ("model", "teacher_model"):
+        given = getattr(options, name)
+        if given is not None and Path(given).resolve() == Path(args.output_dir).resolve():
+            raise ValueError(
+                f"`--{name} {given}` is the `--output_dir` too, where the student would replace it: give another one."
+            )
 
 
 def build_models(
@@ -188,7 +216,8 @@ def finetune(
     """Supervised, each trajectory once, with the on-policy run's batches and its options of training."""
     args = agent_run.in_folder(args, f"fixed_data_{rate}")
     shared = {f.name: getattr(args, f.name) for f in fields(TrainingArguments) if f.init}
-    own = {"num_train_epochs": 1, "max_steps": -1, "learning_rate": rate, "remove_unused_columns": True}
+    own = {"num_train_epochs": 1, "max_steps": -1, "learning_rate": rate, "remove_unused_columns": True,
+           "dataloader_drop_last": False}  # fmt: skip
     config = SFTConfig(**shared | own, max_length=None)
     with desk.Phase() as phase:
         rows = Dataset.from_dict({"input_ids": [ids for ids, _ in data], "labels": [said for _, said in data]})
@@ -208,12 +237,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser = TrlParser((DistillationArguments, SDPOConfig))
     parser.set_defaults(**DEFAULTS)
     options, args = parser.parse_args_and_config(argv)
-    if args.learning_rate != SDPOConfig.learning_rate:
-        raise ValueError("`--learning_rate` has no effect here: give `--learning_rates`, with one rate or several.")
-    if args.teacher_context != "none":
-        raise ValueError(
-            f"This example has `teacher_context='none'`, not {args.teacher_context!r}: no feedback is there."
-        )
+    check(options, args)
     agent_run.prepare(args)
     rng = random.Random(args.seed)
     groups = agent_zones.deal((TRAINED_ON, VALIDATION, HELD_OUT), rng)

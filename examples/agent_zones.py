@@ -17,7 +17,7 @@ SYSTEM = (
     "of the weather service: if you do not know it, try one, and the error says which it is. Answer with what the "
     "last tool replied and nothing else."
 )
-MAX_COMPLETION_LENGTH = 150  # the longest right answer has 100 tokens with the replies, an error among them
+MAX_COMPLETION_LENGTH = 150  # the longest right answer has 93 tokens with the replies, errors among them
 WORDS = ["measure", "zone", *ZONES, *ZONE_OF]
 KINDS = ("one step", "two steps", "three steps", "two calls at once")
 
@@ -76,9 +76,12 @@ def asked_about(task: Task) -> list[str]:
     return [word for word in task.question.split() if word in ZONE_OF]
 
 
-def guesses(task: Task, rng: random.Random) -> list[Call]:
-    """The first turn of somebody who knows no zone."""
-    return [look_up_in(city, rng.choice(list(ZONES))) for city in asked_about(task)]
+def guesses(task: Task, rng: random.Random, wrong: bool = False) -> list[Call]:
+    """The first turn of somebody who knows no zone; `wrong`: not right by luck."""
+    while True:
+        calls = [look_up_in(city, rng.choice(list(ZONES))) for city in asked_about(task)]
+        if not wrong or any("error" in call.run() for call in calls):
+            return calls
 
 
 def solved(task: Task, rng: random.Random, slip_rate: float = 0.0) -> Conversation:
@@ -87,7 +90,8 @@ def solved(task: Task, rng: random.Random, slip_rate: float = 0.0) -> Conversati
     seen = ""
     for turn, calls in enumerate(task.turns):
         while rng.random() < slip_rate:
-            conversation.say([wrong_call(rng, seen, look_up)] if turn else guesses(task, rng), slip=True)
+            slip = [wrong_call(rng, seen, look_up)] if turn else guesses(task, rng, wrong=True)
+            conversation.say(slip, slip=True)
         seen = conversation.say(calls)
     conversation.say(text=task.answer)
     return conversation

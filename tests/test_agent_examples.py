@@ -18,7 +18,7 @@ import agent_zones
 import pytest
 import tiny
 import torch
-from transformers import TrainingArguments
+from transformers import LlamaForCausalLM, TrainingArguments
 from trl import GRPOTrainer, SFTTrainer
 
 from sdpo_trl import SDPOConfig, SDPOTrainer
@@ -154,6 +154,8 @@ def test_the_teacher_gets_over_its_slips_and_the_student_mostly_gives_up():
     for task in tasks[:100]:
         talk = agent_zones.solved(task, rng, slip_rate=0.3)
         assert desk.is_right(talk.messages[1:], task.answer)
+        if 0 in talk.slips:  # a zone is wrong, and said
+            assert "error" in str([m["content"] for m in talk.messages[2 : 2 + len(talk.messages[1]["tool_calls"])]])
     assert all("error" not in str(agent_zones.solved(task, rng).messages) for task in tasks[:20])
     ends = {True: [], False: []}  # told, or not
     for task in tasks:
@@ -358,12 +360,17 @@ def few(example, folder, options=""):
         (agent_distillation, "--learning_rates 1e-3 1e-3", "learning_rates"),
         (agent_distillation, "--teacher_context feedback", "teacher_context"),
         (agent_distillation, "--model there", "go together"),
+        (agent_distillation, "--eval_strategy steps", "eval_strategy"),
+        (agent_distillation, "--eval_on_start true", "eval_on_start"),
+        (agent_distillation, "--teacher_model_kind live", "teacher_model_kind"),
+        (agent_distillation, "--model {folder} --teacher_model there", "`--model .* is the `--output_dir`"),
+        (agent_distillation, "--model there --teacher_model {folder}", "`--teacher_model .* is the `--output_dir`"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_anything_is_computed(tmp_path, monkeypatch, example, options, said):
     monkeypatch.setattr(agent_model, "build_model", None)
     with pytest.raises(ValueError, match=said):
-        few(example, tmp_path, options)
+        few(example, tmp_path, options.format(folder=tmp_path))
 
 
 def test_rates_that_a_file_leaves_empty_are_refused():
@@ -450,15 +457,19 @@ def test_both_ways_of_training_have_the_same_options(tmp_path, monkeypatch):
     args = quick(
         agent_distillation, tmp_path, adam_beta2=0.9, warmup_steps=3, weight_decay=0.2, lr_scheduler_type="cosine",
         optim="adafactor", num_generations=1, gradient_accumulation_steps=2, logging_steps=7,
+        dataloader_drop_last=True,
     )  # fmt: skip
     seen = []
     monkeypatch.setattr(SFTTrainer, "train", lambda trainer: seen.append(trainer.args))
     agent_distillation.finetune(lambda: model, tokenizer, args, [row] * 4, 1e-3)
-    changed = {"output_dir", "num_train_epochs", "max_steps", "learning_rate", "remove_unused_columns"}
+    changed = {
+        "output_dir", "num_train_epochs", "max_steps", "learning_rate", "remove_unused_columns",
+        "dataloader_drop_last",
+    }  # fmt: skip
     for field in fields(TrainingArguments):
         if field.init and field.name not in changed:
             assert getattr(seen[0], field.name) == getattr(args, field.name), field.name
-    assert seen[0].learning_rate == 1e-3
+    assert seen[0].learning_rate == 1e-3 and not seen[0].dataloader_drop_last  # what was written is learned
 
 
 @pytest.mark.parametrize(
@@ -535,6 +546,39 @@ def test_a_small_run_of_the_distillation(tmp_path, capsys, caplog):
          "--learning_rates", "1e-3", "--validation", "4", "--output_dir", str(tmp_path / "again")]
     )  # fmt: skip
     assert list(again["table"]) == list(table) and not (tmp_path / "again" / "teacher").exists()
+
+
+def test_each_model_has_its_part(tmp_path, monkeypatch):
+    """Who learns, from whom, in both trainings: told by the weights, at the time."""
+    seen = []
+
+    def watch(name, *roles):
+        plain = getattr(agent_distillation, name)
+
+        def watched(*args):
+            seen.append((name, *(build().state_dict() for build in args[: len(roles)])))  # each build is a model anew
+            return plain(*args)
+
+        monkeypatch.setattr(agent_distillation, name, watched)
+
+    watch("distil", "student", "teacher")
+    watch("write_down", "teacher")
+    watch("finetune", "student")
+    few(agent_distillation, tmp_path / "tiny")
+    tokenizer = agent_model.build_tokenizer(agent_zones.WORDS)
+    for name, seed in (("student", 1), ("teacher", 2)):
+        agent_model.build_model(tokenizer, seed, 16).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    few(agent_distillation, tmp_path / "out", f"--model {tmp_path / 'student'} --teacher_model {tmp_path / 'teacher'}")
+    teachers, students = (tmp_path / "tiny" / "teacher", tmp_path / "teacher"), (None, tmp_path / "student")
+    for part, teacher, student in zip((seen[:3], seen[3:]), teachers, students, strict=True):
+        (first, own, other), (second, wrote), (third, own_again) = part
+        assert [first, second, third] == ["distil", "write_down", "finetune"]
+        expected = LlamaForCausalLM.from_pretrained(teacher).state_dict()
+        torch.testing.assert_close([other, wrote, own], [expected, expected, own_again], rtol=0, atol=0)
+        assert not torch.equal(own["lm_head.weight"], other["lm_head.weight"])
+        if student is not None:
+            torch.testing.assert_close(own, LlamaForCausalLM.from_pretrained(student).state_dict(), rtol=0, atol=0)
 
 
 # Whole runs
