@@ -52,6 +52,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer, TrlParser
 
 from sdpo_trl import SDPOConfig
+from sdpo_trl.arguments import check_arguments
 
 DEFAULTS = {**desk.DEFAULTS, "output_dir": "runs/agent_distillation", "teacher_context": "none",
             "distillation_alpha": 0.0, "max_steps": 40, "num_generations": 1,
@@ -89,6 +90,7 @@ def check(options: DistillationArguments, args: SDPOConfig) -> None:
     """
     if args.learning_rate != SDPOConfig.learning_rate:
         raise ValueError("`--learning_rate` has no effect here: give `--learning_rates`, with one rate or several.")
+    check_arguments(options.model or "student", args, None, None, options.teacher_model or "teacher")
     if args.teacher_context != "none":
         raise ValueError(
             f"This example has `teacher_context='none'`, not {args.teacher_context!r}: no feedback is there."
@@ -98,9 +100,6 @@ def check(options: DistillationArguments, args: SDPOConfig) -> None:
             "`--eval_strategy` and `--eval_on_start` cannot be used here: the trainings have no evaluation set, and "
             "the models are asked after them."
         )
-    for name in ("teacher_model_kind", "teacher_update_rate", "teacher_sync_steps", "teacher_mix"):
-        if getattr(args, name) != getattr(SDPOConfig, name):
-            raise ValueError(f"`--{name}` has no effect here: it is for self-teachers, and this teacher is another.")
     for name in ("model", "teacher_model"):
         given = getattr(options, name)
         if given is not None and Path(given).resolve() == Path(args.output_dir).resolve():

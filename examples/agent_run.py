@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tiny_llama import Row
 from transformers import Trainer
 
@@ -97,17 +98,24 @@ class RecordingTrainer(SDPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.read: list[Row] = []
+        self._batches: list[list[torch.Tensor]] = []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        own = inputs["completion_mask"] * inputs.get("tool_mask", 1)  # (B, T)
-        for prompt, in_prompt, ids, in_completion, sampled in zip(
-            inputs["prompt_ids"], inputs["prompt_mask"].bool(), inputs["completion_ids"],
-            inputs["completion_mask"].bool(), own.bool(), strict=True,
-        ):  # fmt: skip
-            before, labels = prompt[in_prompt].tolist(), ids.masked_fill(~sampled, -100)[in_completion].tolist()
-            self.read.append((before + ids[in_completion].tolist(), [-100] * len(before) + labels))
+        kept = [inputs[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")]
+        self._batches.append([*kept, kept[-1] * inputs.get("tool_mask", 1)])
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    @property
+    def read(self) -> list[Row]:
+        """The rollouts so far, an entry for each time that the loss read one."""
+        rows = []
+        for batch in self._batches:  # of tensors where they were: a copy per micro-batch would wait for the device
+            prompts, in_prompt, ids, in_completion, sampled = (tensor.cpu() for tensor in batch)
+            labels = ids.masked_fill(sampled == 0, -100)
+            for row in range(len(ids)):
+                before, own = prompts[row][in_prompt[row].bool()].tolist(), in_completion[row].bool()
+                rows.append((before + ids[row][own].tolist(), [-100] * len(before) + labels[row][own].tolist()))
+        return rows
 
 
 def tokens_in(rows: Sequence[Row]) -> int:

@@ -290,7 +290,7 @@ class FeedbackTrainer(AgentTrainer):
             if hints != routing.hints:
                 asked = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
             self._evaluate_teacher(inputs, routing.hints, asked.prompts)
-        inserted, cut = self._turn_hints.build(hints, output, built.lengths, self._prompt_builder.budgets(output))
+        inserted, cut = self._turn_hints.build(hints, output, built.room)
         if self.args.distillation_span != "all":
             weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
         active = self._active({**output, **weights, "feedback_available": available})  # (B, T)

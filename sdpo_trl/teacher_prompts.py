@@ -35,14 +35,14 @@ class TeacherPrompts:
         prompts (`list`): What the teachers are asked, as text or messages; the student's own where there is no hint.
         texts (`list[str]`): What the teacher reads, special tokens included.
         shortened (`set[int]`): Rows whose hint was cut to fit the budget.
-        lengths (`list[int]`): Tokens of each prompt.
+        room (`list[int]`): Tokens that hints between the turns of each may have.
     """
 
     tensors: dict[str, torch.Tensor]
     prompts: list[Prompt]
     texts: list[str]
     shortened: set[int]
-    lengths: list[int]
+    room: list[int]
 
 
 class TeacherPromptBuilder:
@@ -67,7 +67,7 @@ class TeacherPromptBuilder:
         self._positions = positions
         self._checked = False
 
-    def budgets(self, output: dict[str, Any]) -> list[int]:
+    def _budgets(self, output: dict[str, Any]) -> list[int]:
         """
         Tokens that each teacher may read beside the answer, hints between its turns included, `B` of them.
 
@@ -105,7 +105,7 @@ class TeacherPromptBuilder:
         types: dict[str, list[Any]] = {}
         shortened: set[int] = set()
         written = [self._write(prompt, hint) for prompt, hint in zip(prompts, hints, strict=True)]
-        budgets = self.budgets(output)
+        budgets = self._budgets(output)
         if wanted:
             tokenized, fields = self._tokenize([written[i] for i in wanted], wanted)
             for i, row in zip(wanted, tokenized, strict=True):
@@ -125,7 +125,8 @@ class TeacherPromptBuilder:
             tensors[f"teacher_{key}"] = self._pad([torch.as_tensor(row).tolist() for row in rows], 0)
         self._check_room(hints, ids, output)
         texts = self._tokenizer.batch_decode(ids) if self._trainer.log_completions else [""] * len(ids)
-        return TeacherPrompts(tensors, written, texts, shortened, [len(row) for row in ids])
+        room = [budget - len(row) for budget, row in zip(budgets, ids, strict=True)]
+        return TeacherPrompts(tensors, written, texts, shortened, room)
 
     def thinking_opened(self, prompt_ids: torch.Tensor) -> list[bool]:
         """Whether each prompt, ids of shape `(B, P)` padded left, ends by opening a thinking block."""

@@ -46,7 +46,7 @@ class TurnHintWriter:
         self._template = trainer.args.turn_feedback_template
 
     def build(
-        self, hints: Sequence[Hint | None], output: dict[str, Any], lengths: Sequence[int], budgets: Sequence[int]
+        self, hints: Sequence[Hint | None], output: dict[str, Any], room: Sequence[int]
     ) -> tuple[dict[str, torch.Tensor], set[int]]:
         """
         The completions as the teachers read them.
@@ -54,8 +54,7 @@ class TurnHintWriter:
         Args:
             hints (`Sequence[Hint | None]`): What the teachers are told, `B` of them.
             output (`dict`): TRL's batch.
-            lengths (`Sequence[int]`): Tokens of each teacher's prompt.
-            budgets (`Sequence[int]`): Tokens that this prompt and all hints together may have.
+            room (`Sequence[int]`): Tokens that all hints of a row together may have, see `TeacherPrompts`.
 
         Returns:
             `tuple`: nothing if no hint is for a later turn; else `teacher_completion_ids` and
@@ -80,8 +79,7 @@ class TurnHintWriter:
             ids = output["completion_ids"][row][mask[row]].tolist()
             inserted: dict[int, list[int]] = {}
             if hint is not None and hint.turns and ids:  # a rollout that was masked out has no tokens to teach
-                room = budgets[row] - lengths[row]
-                inserted, shortened = self._written(row, hint, ids, sampled[row].tolist(), room)
+                inserted, shortened = self._written(row, hint, ids, sampled[row].tolist(), room[row])
                 cut |= {row} if shortened else set()
             tokens, positions = insert(ids, inserted)
             read.append(torch.tensor(tokens, dtype=torch.int64))

@@ -52,15 +52,17 @@ def span_mask(turns: torch.Tensor, hints: Sequence[Hint | None], span: Span) -> 
         `ValueError`: a hint is about none of its rollout's turns.
     """
     mask = turns >= 0
+    if span == "all" or not turns.size(1):
+        return mask
+    counts = (turns.amax(dim=1) + 1).tolist()
     for row, hint in enumerate(hints):
-        if span == "all" or hint is None or hint.hinted is None:
+        if hint is None or hint.hinted is None:
             continue
-        reached = int(turns[row].max()) + 1 if turns.size(1) else 0
-        if 0 < reached <= min(hint.hinted):
+        if 0 < counts[row] <= min(hint.hinted):
             raise ValueError(
                 f"The hint of row {row} is about turn {min(hint.hinted)}, and that rollout has turns 0 to "
-                f"{reached - 1}, so nothing of it would be distilled. Return hints on turns that were sampled from "
-                "`choose_hints`, or `None`."
+                f"{counts[row] - 1}, so nothing of it would be distilled. Return hints on turns that were sampled "
+                "from `choose_hints`, or `None`."
             )
         if span == "from_hint":
             mask[row] &= turns[row] >= min(hint.hinted)
