@@ -90,6 +90,9 @@ def check(options: DistillationArguments, args: SDPOConfig) -> None:
     """
     if args.learning_rate != SDPOConfig.learning_rate:
         raise ValueError("`--learning_rate` has no effect here: give `--learning_rates`, with one rate or several.")
+    for name in ("model_init_kwargs", "teacher_model_init_kwargs"):
+        if getattr(args, name):
+            raise ValueError(f"`--{name}` has no effect here: the example loads both models itself.")
     check_arguments(options.model or "student", args, None, None, options.teacher_model or "teacher")
     if args.teacher_context != "none":
         raise ValueError(

@@ -5,8 +5,9 @@ Knows: TRL's rollouts and rewards, prompts. Deliberately does not know: losses, 
 
 import asyncio
 import atexit
+import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,10 +29,12 @@ from .rollouts import Rollouts, Routing
 from .run_state import SnapshotGate, SuccessBuffer, question_key
 from .teacher import Teacher, evaluation_mode
 from .teacher_pass import TeacherPass
-from .teacher_prompts import TeacherPromptBuilder
+from .teacher_prompts import NoRoomError, TeacherPromptBuilder, TeacherPrompts
 from .teacher_server import ServerPass
 from .turn_hints import TurnHintWriter
 from .turns import keep_reached, span_mask, turn_index
+
+logger = logging.getLogger(__name__)
 
 
 class FeedbackTrainer(AgentTrainer):
@@ -284,13 +287,14 @@ class FeedbackTrainer(AgentTrainer):
         routing = self._route(output, success)
         available, weights = self._gated(routing, output, success)
         hints = [hint if keep else None for hint, keep in zip(routing.hints, available.tolist(), strict=True)]
-        built = self._prompt_builder.build(self._rollouts.prompts, hints, output)
+        hints, built, inserted, cut = self._told(hints, output)
+        available &= torch.tensor([hint is not None for hint in hints], device=device)
         if self._teacher_answers and not self._trains:
             asked = built  # the teacher is asked about the rows that a gate leaves out, too
-            if hints != routing.hints:
-                asked = self._prompt_builder.build(self._rollouts.prompts, routing.hints, output)
-            self._evaluate_teacher(inputs, routing.hints, asked.prompts)
-        inserted, cut = self._turn_hints.build(hints, output, built.room)
+            wanted = routing.hints
+            if hints != wanted:
+                wanted, asked, *_ = self._told(wanted, output)
+            self._evaluate_teacher(inputs, wanted, asked.prompts)
         if self.args.distillation_span != "all":
             weights = {**weights, "in_span": span_mask(turns, hints, self.args.distillation_span)}
         active = self._active({**output, **weights, "feedback_available": available})  # (B, T)
@@ -317,6 +321,24 @@ class FeedbackTrainer(AgentTrainer):
             **{key: value.to(device) for key, value in {**built.tensors, **inserted}.items()},
         }
         return {**rows, **self._teacher_pass.cached({**output, **rows}, active)}
+
+    def _told(
+        self, hints: Sequence[Hint | None], output: dict[str, Any]
+    ) -> tuple[list[Hint | None], TeacherPrompts, dict[str, torch.Tensor], set[int]]:
+        """What the teachers read of these hints, without those of rollouts that leave them none of the positions."""
+        left = list(hints)
+        while True:
+            try:
+                built = self._prompt_builder.build(self._rollouts.prompts, left, output)
+                return left, built, *self._turn_hints.build(left, output, built.room)
+            except NoRoomError as error:
+                if not self._prompt_builder.is_filled(error.row, output):
+                    raise
+                left[error.row] = None
+                logger.warning(
+                    "A rollout fills the model's positions, so that its teacher could not read any feedback besides, "
+                    "and it is not distilled. Lower `max_completion_length`."
+                )
 
     @torch.no_grad()
     def _evaluate_teacher(self, inputs: list[dict[str, Any]], hints: list[Hint | None], prompts: list[Prompt]) -> None:

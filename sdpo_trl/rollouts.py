@@ -257,6 +257,12 @@ def _tidied(hint: Hint, row: int) -> Hint | None:
     for name, text in whole:
         if not (isinstance(text, str) or text is None):
             raise TypeError(_wrong_text(name, text, row))
+    for name, value in (("turns", hint.turns), ("hinted", () if hint.hinted is None else hint.hinted)):
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(
+                f"`choose_hints` returned a hint for rollout {row} whose `{name}` are a {type(value).__name__} "
+                f"({value!r:.80}). Give a tuple."
+            )
     for pair in hint.turns:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise TypeError(

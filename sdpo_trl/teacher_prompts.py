@@ -26,6 +26,14 @@ _PER_TOKEN = ("token_type_ids", "mm_token_type_ids")
 _COLUMNS = ("prompt", "messages", "conversations", "tools")
 
 
+class NoRoomError(ValueError):
+    """No part of the feedback of a `row` fits beside its prompt and answer."""
+
+    def __init__(self, row: int, reason: str) -> None:
+        super().__init__(reason)
+        self.row = row
+
+
 @dataclass(frozen=True)
 class TeacherPrompts:
     """
@@ -80,6 +88,10 @@ class TeacherPromptBuilder:
             return [self._budget] * len(answers)
         return [min(self._budget, self._positions - answer) for answer in answers]
 
+    def is_filled(self, row: int, output: dict[str, Any]) -> bool:
+        """Whether a row's answer leaves less of the positions than any hint may have: no option gives it room."""
+        return self._budgets(output)[row] < self._budget
+
     def build(self, prompts: list[Prompt], hints: list[Hint | None], output: dict[str, Any]) -> TeacherPrompts:
         """
         Write the teacher's prompt of each row; a row without a hint gets one token, or its own prompt with images.
@@ -90,8 +102,8 @@ class TeacherPromptBuilder:
             output (`dict`): TRL's batch.
 
         Raises:
-            `ValueError`: a prompt leaves no room for a hint within `max_reprompt_len` (the row is named), or the chat
-                template refuses the reprompt.
+            `NoRoomError`: a prompt leaves no room for a hint within `max_reprompt_len` (the row is named).
+            `ValueError`: the chat template refuses the reprompt.
         """
         images = "pixel_values" in output
         changed = [i for i, hint in enumerate(hints) if hint is not None and hint.changes_prompt]
@@ -174,10 +186,11 @@ class TeacherPromptBuilder:
 
         kept = shorten(hint, fits)
         if kept is None:
-            raise ValueError(
+            raise NoRoomError(
+                row,
                 f"The teacher's prompt of row {row} leaves no room for its feedback within `max_reprompt_len="
                 f"{budget}` (or what the model's positions leave beside the answer). Raise `max_reprompt_len`, "
-                "or shorten the prompts or the templates: the question is never cut."
+                "or shorten the prompts or the templates: the question is never cut.",
             )
         written = self._write(prompt, kept)
         ids, fields = self._tokenize([written], [row])

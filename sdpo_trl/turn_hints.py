@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from trl.trainer.utils import pad
 
 from .reprompt import Hint, Message, cut_middle, fill
+from .teacher_prompts import NoRoomError
 from .turns import turn_starts
 
 
@@ -129,10 +130,11 @@ class TurnHintWriter:
             fits = len(self._user_turn(cut_middle(text, middle), row)) <= room
             low, high = (middle, high) if fits else (low, middle)
         if low == 0:
-            raise ValueError(
+            raise NoRoomError(
+                row,
                 f"The teacher's prompt of row {row} leaves no room for its feedback per turn within "
                 f"`max_reprompt_len` (or the model's positions): {room} tokens are left for each hint. Raise "
-                "`max_reprompt_len`, or shorten the prompts: nothing but hints is cut."
+                "`max_reprompt_len`, or shorten the prompts: nothing but hints is cut.",
             )
         return self._user_turn(cut_middle(text, low), row)
 

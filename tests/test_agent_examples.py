@@ -363,6 +363,8 @@ def few(example, folder, options=""):
         (agent_distillation, "--eval_strategy steps", "eval_strategy"),
         (agent_distillation, "--eval_on_start true", "eval_on_start"),
         (agent_distillation, "--teacher_model_kind live", "teacher_model_kind"),
+        (agent_distillation, '--model_init_kwargs {{"dtype":"bfloat16"}}', "model_init_kwargs"),
+        (agent_distillation, '--teacher_model_init_kwargs {{"dtype":"bfloat16"}}', "teacher_model_init_kwargs"),
         (agent_distillation, "--model {folder} --teacher_model there", "`--model .* is the `--output_dir`"),
         (agent_distillation, "--model there --teacher_model {folder}", "`--teacher_model .* is the `--output_dir`"),
     ],

@@ -804,3 +804,23 @@ def test_without_distillation_it_is_grpo_bit_for_bit(tmp_path):
         tiny.acting(trainer, scripts).train()
         weights.append(tiny.trained(trainer.model))
     tiny.assert_equal(*weights)
+
+
+@pytest.mark.parametrize("feedback", ["wrong", [(1, "wrong")]])
+def test_a_rollout_that_fills_the_positions_is_not_distilled_and_the_others_are(tmp_path, feedback, caplog):
+    """Sampling decides how long an answer gets, so that it must not end the run."""
+    texts = ["ab$" + "x" * 20 + "c" * 183, "ab$" + "x" * 20 + "c" * 20 + "$"]
+    masks = [[1] * 3 + [0] * 20 + [1] * 183, [1] * 3 + [0] * 20 + [1] * 21]
+    trainer = tiny.trainer(
+        tmp_path, tiny.never, model=tiny.build_model(max_position_embeddings=256), max_completion_length=256,
+        data=Dataset.from_list([{"prompt": "p" * 50}, {"prompt": "q" * 50}]), num_generations=4,
+        trainer_rollout_func=tiny.scripted(texts, masks),
+        trainer_feedback_func=lambda prompts, completions, rewards, **columns: [feedback] * len(prompts),
+    )  # fmt: skip
+    (inputs,) = tiny.micro_batches(trainer)
+    lengths, active = inputs["completion_mask"].sum(1), trainer._active(inputs).sum(1)
+    assert set(lengths.tolist()) == {206, 44}
+    assert (active[lengths == 206] == 0).all() and (active[lengths == 44] == 24).all()
+    assert not inputs["feedback_available"][lengths == 206].any()
+    assert "fills the model's positions" in caplog.text
+    trainer.compute_loss(trainer.model, inputs).backward()

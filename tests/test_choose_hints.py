@@ -126,6 +126,8 @@ def test_anything_else_is_refused(tmp_path, monkeypatch, chosen, error, message)
         (Hint(turns=((1.0, "x"),)), ValueError, "rollout 0 with the turn 1.0. Turns are whole numbers"),
         (Hint(turns=(("1", "x"),)), ValueError, "rollout 0 with the turn '1'"),
         (Hint(turns=((-1, "x"),)), ValueError, "rollout 0 with the turn -1"),
+        (Hint(turns=None, feedback="x"), TypeError, "rollout 0 whose `turns` are a NoneType"),
+        (Hint(feedback="x", hinted=1), TypeError, "rollout 0 whose `hinted` are a int"),
         (Hint(turns=("ab",)), TypeError, "whose `turns` hold 'ab'. Give pairs"),
         (Hint(feedback="x", hinted=(True,)), ValueError, "with the turn True"),
         (Hint(feedback="x", hinted=()), ValueError, "hints no turn"),
